@@ -1,0 +1,203 @@
+"""Measure one model at one length in a process of its own: ``python -m attnpatch.cli.measure --help``.
+
+Prefill time, peak memory above the loaded and warmed model, and decode speed. It prints one line of JSON.
+A fresh process per measurement, because what an earlier run left in the allocator would hide a later run's growth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+IMPLEMENTATIONS = ("eager", "sdpa", "attnpatch")
+"""Hugging Face's two on a CPU, and the eager model after ``attnpatch.patch``."""
+
+WARM_LENGTHS = (48, 80)
+"""Two short prompts first: at the second length torch.compile makes the length dynamic."""
+
+RUNS, ENOUGH_SECONDS = 4, 12.0
+"""The first run at the measured length is a warm-up, unless it alone takes longer than ENOUGH_SECONDS."""
+
+
+class Measurement(NamedTuple):
+    """What :func:`measure` found.
+
+    Args:
+        implementation: one of IMPLEMENTATIONS.
+        seqlen: tokens of the prompt.
+        prefill_ms: median time of a forward over the prompt, ``logits_to_keep=1``.
+        peak_bytes: growth of peak memory in that forward; None where the system cannot tell.
+        decode_tokens_per_s: tokens per second of ``generate()`` after the prompt; None when not asked for.
+    """
+
+    implementation: str
+    seqlen: int
+    prefill_ms: float
+    peak_bytes: int | None
+    decode_tokens_per_s: float | None
+
+
+def measure_in_child(
+    implementation: str,
+    seqlen: int,
+    dtype: str = "float32",
+    device: str = "cpu",
+    new_tokens: int = 0,
+    model: str | None = None,
+) -> Measurement:
+    """Run :func:`measure` in a fresh process.
+
+    Raises:
+        RuntimeError: the process failed; the message ends with what it printed last.
+    """
+    command = [sys.executable, "-m", "attnpatch.cli.measure", "--implementation", implementation]
+    command += ["--seqlen", str(seqlen), "--dtype", dtype, "--device", device, "--new-tokens", str(new_tokens)]
+    command += ["--model", model] if model else []
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    if child.returncode != 0:
+        raise RuntimeError(f"measuring {implementation} at {seqlen} tokens failed:\n{child.stderr[-2000:]}")
+    return Measurement(**json.loads(child.stdout.splitlines()[-1]))
+
+
+def measure(model: Any, implementation: str, seqlen: int, new_tokens: int) -> Measurement:
+    """Measure a loaded (and, for "attnpatch", patched) model on random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.config.vocab_size, (1, seqlen), generator=generator).to(model.device)
+
+    def prefill(length: int = seqlen) -> None:
+        with torch.inference_mode():
+            model(ids[:, :length], logits_to_keep=1)
+
+    for length in WARM_LENGTHS:
+        prefill(min(length, seqlen))
+    times: list[float] = []
+    peak = peak_growth(lambda: times.append(elapsed_ms(prefill, model.device)), model.device)
+    while len(times) < RUNS and sum(times) < ENOUGH_SECONDS * 1e3:
+        times.append(elapsed_ms(prefill, model.device))
+    speed = decode_speed(model, ids, new_tokens) if new_tokens else None
+    return Measurement(implementation, seqlen, statistics.median(times[1:] or times), peak, speed)
+
+
+def elapsed_ms(run: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds that ``run`` takes, by CUDA events on a GPU."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        run()
+        return (time.perf_counter() - start) * 1e3
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def peak_growth(run: Callable[[], Any], device: torch.device) -> int | None:
+    """Bytes by which memory in use rose above its present level at most while ``run`` ran, or None if unknown.
+
+    On a GPU the allocator's count; on a CPU the process's resident set, as Linux keeps it.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    if not _reset_resident_peak():
+        run()
+        return None
+    resident = _resident("VmRSS")
+    run()
+    return _resident("VmHWM") - resident
+
+
+def _reset_resident_peak() -> bool:
+    """Give freed memory back to the system and make the present resident set the peak; False where unsupported."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+def _resident(field: str) -> int:
+    """VmRSS (resident now) or VmHWM (its peak) of this process, in bytes."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
+
+
+class TokenClock:
+    """A streamer for ``generate()`` that notes when each token arrives; the first call is the prompt."""
+
+    def __init__(self) -> None:
+        self.arrivals: list[float] = []
+
+    def put(self, _: Any) -> None:
+        """Called by ``generate()`` with the prompt, then with every token."""
+        self.arrivals.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Called by ``generate()`` at the end."""
+
+    def tokens_per_s(self) -> float:
+        """From the median time between two tokens; the first comes from the prefill and does not count."""
+        return 1 / statistics.median(later - sooner for sooner, later in pairwise(self.arrivals[1:]))
+
+
+def decode_speed(model: Any, ids: torch.Tensor, new_tokens: int) -> float:
+    """Tokens per second of greedy ``generate()`` after the prompt ``ids``, compiled graphs warm."""
+    for _ in range(2):
+        clock = TokenClock()
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            streamer=clock,
+        )
+    return clock.tokens_per_s()
+
+
+def load_implementation(implementation: str, model: str | None, dtype: torch.dtype, device: str) -> Any:
+    """Load the model as ``implementation`` says: Hugging Face's eager or sdpa, or eager patched by attnpatch."""
+    from attnpatch.cli.checkpoint import load_checkpoint
+
+    attn_implementation = "eager" if implementation == "attnpatch" else implementation
+    loaded, _ = load_checkpoint(model, dtype, attn_implementation, device)
+    if implementation == "attnpatch":
+        import attnpatch
+
+        attnpatch.patch(loaded)
+    return loaded
+
+
+def main() -> None:
+    """Measure what the arguments say and print it as one line of JSON."""
+    parser = argparse.ArgumentParser(prog="python -m attnpatch.cli.measure", description=__doc__)
+    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, required=True)
+    parser.add_argument("--seqlen", type=int, required=True)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--new-tokens", type=int, default=0)
+    parser.add_argument("--model", help="path of a checkpoint; default SmolLM2-135M-Instruct")
+    args = parser.parse_args()
+    model = load_implementation(args.implementation, args.model, getattr(torch, args.dtype), args.device)
+    print(json.dumps(measure(model, args.implementation, args.seqlen, args.new_tokens)._asdict()))
+
+
+if __name__ == "__main__":
+    main()

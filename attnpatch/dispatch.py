@@ -1,0 +1,130 @@
+"""Choose, at run time, the kernel that runs an attention call, and record the choice.
+
+The choice depends only on what the host sees (device, dtype, head dims, lengths, which terms are present), so it
+never waits for the device. Backends are asked in order; each either refuses with a sentence or runs the call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from attnpatch.attention_call import AttentionCall
+from attnpatch.errors import NoBackend
+
+BACKEND_MODULES = {
+    "cpu.sdpa": "attnpatch.kernels.sdpa.backend",
+    "cpu.tiled": "attnpatch.kernels.tiled.backend",
+    "triton.decode": "attnpatch.kernels.decode.backend",
+    "triton.prefill": "attnpatch.kernels.prefill.backend",
+    "sdpa.blocked": "attnpatch.kernels.sdpa.backend",
+    "sdpa.tiled": "attnpatch.kernels.tiled.backend",
+}
+"""Every backend in order of preference, and the module whose BACKENDS holds it. A new kernel is one line here."""
+
+
+class Backend(NamedTuple):
+    """One way to run an attention call.
+
+    Args:
+        name: dotted name, as reports and ``backends=`` spell it.
+        devices: device types it runs on. A call on another device passes it over without a word.
+        refuses: a sentence that says why it cannot run the call, or None when it can.
+        run: runs the call and returns the output in the layout of ``AttentionCall.empty_output``.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    refuses: Callable[[AttentionCall], str | None]
+    run: Callable[[AttentionCall], Tensor]
+
+
+class Dispatch(NamedTuple):
+    """Which backend ran a call, in which phase, and why it and no earlier one."""
+
+    phase: str
+    backend: str
+    reason: str
+
+
+@lru_cache(maxsize=None)
+def load_backend(name: str) -> Backend:
+    """Import the module of backend ``name`` (Triton is imported only here) and return the backend."""
+    return importlib.import_module(BACKEND_MODULES[name]).BACKENDS[name]
+
+
+def check_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Return ``names`` as a tuple.
+
+    Raises:
+        ValueError: a name is not a backend.
+    """
+    unknown = [name for name in names if name not in BACKEND_MODULES]
+    if unknown:
+        raise ValueError(f"unknown backend {unknown[0]!r}; the backends are {', '.join(BACKEND_MODULES)}")
+    return tuple(names)
+
+
+def choose(call: AttentionCall, names: Sequence[str] = ()) -> tuple[Backend, Dispatch]:
+    """Return the first backend that does not refuse ``call``.
+
+    Args:
+        call: the attention call.
+        names: the backends that may run it, in order; empty means all of them.
+
+    Raises:
+        NoBackend: every one refuses; the message lists each refusal.
+    """
+    refusals: list[str] = []
+    for name in names or BACKEND_MODULES:
+        backend = load_backend(name)
+        why = _refusal(backend, call, named=bool(names))
+        if why is None:
+            return backend, Dispatch(call.phase, name, "; ".join(refusals) or "first choice")
+        if why:
+            refusals.append(f"{name}: {why}")
+    raise NoBackend(
+        f"no backend runs attention of q {tuple(call.q.shape)}, k {tuple(call.k.shape)}, {call.q.dtype} on "
+        f"{call.q.device}: " + "; ".join(refusals)
+    )
+
+
+def _refusal(backend: Backend, call: AttentionCall, named: bool) -> str | None:
+    """Why ``backend`` does not run ``call``; empty when it is merely for another device and nobody named it."""
+    if call.q.device.type not in backend.devices:
+        return f"runs on {' or '.join(backend.devices)}, not {call.q.device.type}" if named else ""
+    return backend.refuses(call)
+
+
+class _Recorder(threading.local):
+    """The dispatches of the graph run in progress on this thread, or None outside of one."""
+
+    def __init__(self) -> None:
+        self.dispatches: list[Dispatch] | None = None
+
+
+_recorder = _Recorder()
+
+
+@contextmanager
+def recording() -> Iterator[list[Dispatch]]:
+    """Collect the dispatches of every attention that runs inside, in order of execution."""
+    outer, _recorder.dispatches = _recorder.dispatches, []
+    try:
+        yield _recorder.dispatches
+    finally:
+        _recorder.dispatches = outer
+
+
+def run(call: AttentionCall, names: Sequence[str] = ()) -> Tensor:
+    """Run ``call`` on the first of ``names`` that takes it, and record which."""
+    backend, dispatch = choose(call, names)
+    if _recorder.dispatches is not None:
+        _recorder.dispatches.append(dispatch)
+    return backend.run(call)

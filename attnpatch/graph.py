@@ -1,0 +1,206 @@
+"""Reading and editing FX graphs: one name per operation, fake values, places, aliases and safe erasure.
+
+A torch-level graph spells one operation many ways: ``torch.matmul``, ``operator.matmul``, ``Tensor.matmul``,
+``aten.matmul.default``. :func:`op` gives all of them one name, so that rules match meaning.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+_SAME_AS = {
+    "truediv": "div", "true_divide": "div", "divide": "div", "itruediv": "div_", "imul": "mul_", "iadd": "add_",
+    "isub": "sub_", "multiply": "mul", "subtract": "sub", "negative": "neg", "and_": "and", "or_": "or",
+    "__and__": "and", "__or__": "or", "bitwise_and": "and", "bitwise_or": "or", "logical_and": "and",
+    "logical_or": "or", "iand": "and_", "ior": "or_", "invert": "not", "inv": "not", "__invert__": "not",
+    "bitwise_not": "not", "logical_not": "not", "less_equal": "le", "less": "lt", "greater_equal": "ge",
+    "greater": "gt", "not_equal": "ne", "swapaxes": "transpose", "swapdims": "transpose", "absolute": "abs",
+    "concat": "cat", "concatenate": "cat", "_softmax": "softmax", "_to_copy": "to", "_unsafe_view": "view",
+}  # fmt: skip
+_OPERATOR_IN_PLACE = {"and_": "and", "or_": "or"}  # operator.and_ is not in place in spite of its name
+
+VIEWS = frozenset(
+    "view reshape transpose permute expand expand_as broadcast_to unsqueeze squeeze getitem select narrow detach "
+    "flatten unflatten view_as movedim mT T t contiguous to type type_as float half bfloat16 chunk split unbind".split()
+)
+"""Operations whose result may share memory with their first argument."""
+
+CASTS = frozenset("to type type_as float half bfloat16 double contiguous clone detach".split())
+"""Operations that keep every value up to rounding, element by element."""
+
+
+def op(node: Any) -> str:
+    """The canonical name of ``node``'s operation; empty for placeholders, attributes and non-nodes."""
+    if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
+        return ""
+    target = node.target
+    if isinstance(target, str):
+        return _SAME_AS.get(target, target)
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name.split("::")[-1]
+    else:
+        name = getattr(target, "__name__", str(target))
+    return _SAME_AS.get(name, name)
+
+
+def arg(node: Node, position: int, name: str, default: Any = None) -> Any:
+    """Argument of ``node`` given by position or by keyword."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    return node.args[position] if len(node.args) > position else default
+
+
+def value(node: Any) -> Any:
+    """The fake value of ``node`` (FakeTensor, SymInt, ...), or ``node`` itself when it is a constant."""
+    if isinstance(node, Node):
+        return node.meta.get("example_value", node.meta.get("val"))
+    return node
+
+
+def is_tensor(node: Any) -> bool:
+    """Whether ``node`` yields a tensor."""
+    return isinstance(node, Node) and isinstance(value(node), Tensor)
+
+
+def shape(node: Node) -> torch.Size:
+    """Shape of a tensor node."""
+    return value(node).shape
+
+
+def is_scalar(x: Any) -> bool:
+    """A Python number, or a node that yields one (SymInt, SymFloat)."""
+    x = value(x)
+    return isinstance(x, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(x, bool)
+
+
+def normal_dim(node: Node, dim: int) -> int:
+    """``dim`` of a tensor node as a non-negative number."""
+    return dim % max(1, value(node).dim())
+
+
+def module_path(node: Node) -> str:
+    """Path of the innermost module that ran ``node``: ``model.layers.0.self_attn``, or empty."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    path = re.sub(r"^L\['\w+'\](\[\d+\])?\.?|^\w+\.__self__\.?", "", path)
+    return re.sub(r"^_modules\.|_modules\[?'?|'?\]", "", path)
+
+
+def place(node: Node) -> str:
+    """``file.py:123 in function`` of the line that made ``node``, or its name."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', node.meta.get("stack_trace") or "")
+    if not frames:
+        return f"node {node.name}"
+    file, line, function = frames[-1]
+    return f"{file.rsplit('/', 1)[-1]}:{line} in {function}"
+
+
+def emit(graph: Graph, target: Callable[..., Any] | str, *args: Any, like: Node, **kwargs: Any) -> Node:
+    """Add a call at the graph's insertion point, with its fake value and the metadata of ``like``."""
+    node = graph.call_method(target, args, kwargs) if isinstance(target, str) else graph.call_function(target, args, kwargs)
+    fake_args, fake_kwargs = map_arg((args, kwargs), value)
+    with _fake_mode(like), torch.no_grad():
+        if isinstance(target, str):
+            node.meta["example_value"] = getattr(fake_args[0], target)(*fake_args[1:], **fake_kwargs)
+        else:
+            node.meta["example_value"] = target(*fake_args, **fake_kwargs)
+    for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
+    return node
+
+
+def _fake_mode(node: Node) -> Any:
+    return value(node).fake_mode
+
+
+def in_place_target(node: Node) -> Any:
+    """The node whose memory ``node`` writes, or None when it writes nothing."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    if node.kwargs.get("out") is not None:
+        return node.kwargs["out"]
+    name = op(node)
+    if node.target in (operator.and_, operator.or_):
+        return None
+    writes = name in ("setitem", "setattr") or (name.endswith("_") and not name.endswith("__"))
+    writes = writes or node.kwargs.get("inplace") is True or _schema_writes(node)
+    return node.args[0] if writes and node.args else None
+
+
+def _schema_writes(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def root(node: Any) -> Any:
+    """The node that owns the memory ``node`` may view: follows views and in-place results to their base."""
+    while isinstance(node, Node):
+        base = in_place_target(node) if in_place_target(node) is not None else _viewed(node)
+        if not isinstance(base, Node):
+            return node
+        node = base
+    return node
+
+
+def _viewed(node: Node) -> Any:
+    return node.args[0] if op(node) in VIEWS and node.args else None
+
+
+class Writes:
+    """Every in-place write of a graph, in order: who may have changed a value between two places."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.position = {node: i for i, node in enumerate(graph.nodes)}
+        targets = ((node, in_place_target(node)) for node in graph.nodes)
+        self.writes = [(node, root(target)) for node, target in targets if target is not None]
+
+    def touches(self, read: Node) -> bool:
+        """Whether anything in the graph writes ``read``'s memory."""
+        base = root(read)
+        return any(written is base for _, written in self.writes)
+
+    def between(self, read: Node, start: Node, stop: Node) -> Node | None:
+        """The first write to ``read``'s memory after ``start`` and before ``stop``, or None."""
+        base, low, high = root(read), self.position[start], self.position[stop]
+        for writer, written in self.writes:
+            if written is base and low < self.position[writer] < high:
+                return writer
+        return None
+
+
+def erase_dead(graph: Graph, nodes: Iterable[Node]) -> None:
+    """Erase ``nodes`` and whatever only they needed; keep everything that writes, draws random numbers or is an input.
+
+    ``Graph.eliminate_dead_code`` would not do: it takes ``index_copy_`` and ``add_`` on a cache for dead.
+    """
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node._erased or node.users or not _erasable(node):
+            continue
+        inputs = node.all_input_nodes
+        graph.erase_node(node)
+        pending.extend(inputs)
+
+
+def _erasable(node: Node) -> bool:
+    if node.op not in ("call_function", "call_method", "get_attr"):
+        return False
+    target = in_place_target(node)
+    if target is not None and not _is_private(target):
+        return False
+    return op(node) not in ("rand", "randn", "bernoulli", "multinomial", "rand_like", "randn_like")
+
+
+def _is_private(target: Node) -> bool:
+    """Whether written memory is a temporary that nobody else reads (Falcon scales its scores in place)."""
+    base = root(target)
+    return base.op == "call_function" and op(base) in ("matmul", "bmm", "baddbmm") and len(base.users) <= 1

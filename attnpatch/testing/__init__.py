@@ -1,0 +1,1 @@
+"""What tests, benchmarks and users share: the float64 reference, the allowed error, named inputs."""

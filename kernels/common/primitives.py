@@ -1,0 +1,144 @@
+"""Small jitted functions with the semantics of AttentionCall; the kernels read like the algorithm because of them.
+
+Conventions: a ``strides`` argument is the tuple of a tensor's strides; an argument that is None compiles the term
+away; ``s`` are scores, -inf where hidden; row statistics ``m_i`` (maximum, in powers of two) and ``l_i`` (sum).
+"""
+
+import triton
+import triton.language as tl
+
+from attnpatch import masking
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+EXCLUDE_AT_OR_BELOW = tl.constexpr(masking.EXCLUDE_AT_OR_BELOW)
+FLOAT16_MIN = tl.constexpr(masking.FLOAT16_MIN)
+
+
+@triton.jit
+def head_base(base, strides, b, h):
+    """Pointer to element [b, h, 0, 0]; int64 before the multiply, since caches pass 2**31 elements."""
+    return base + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+
+
+@triton.jit
+def tile_pointers(base, strides, row, col, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """Pointers ``[BLOCK_ROWS, BLOCK_COLS]`` to the tile at (row, col) of a head; a loop moves only the scalar part."""
+    corner = base + tl.cast(row, tl.int64) * strides[2] + tl.cast(col, tl.int64) * strides[3]
+    rows = tl.arange(0, BLOCK_ROWS).to(tl.int64)
+    cols = tl.arange(0, BLOCK_COLS).to(tl.int64)
+    return corner + (rows[:, None] * strides[2] + cols[None, :] * strides[3])
+
+
+@triton.jit
+def tile_bounds(row, num_rows, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """Which elements of a tile exist, ``[BLOCK_ROWS, 1 or BLOCK_COLS]``."""
+    inside = (row + tl.arange(0, BLOCK_ROWS) < num_rows)[:, None]
+    if WIDTH != BLOCK_COLS:
+        inside = inside & (tl.arange(0, BLOCK_COLS) < WIDTH)[None, :]
+    return inside
+
+
+@triton.jit
+def load_rows(
+    x, strides, b, h, row, num_rows, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
+):
+    """Rows of head (b, h) as ``[BLOCK_ROWS, BLOCK_COLS]``, zeros past ``num_rows`` and past WIDTH.
+
+    ``x`` is a pointer, or a tensor descriptor of ``[batch, heads, num_rows, WIDTH]`` when ``strides`` is None.
+    """
+    if strides is None:
+        tile = x.load([b, h, row, 0]).reshape(BLOCK_ROWS, BLOCK_COLS)
+    else:
+        pointers = tile_pointers(head_base(x, strides, b, h), strides, row, 0, BLOCK_ROWS, BLOCK_COLS)
+        tile = tl.load(pointers, mask=tile_bounds(row, num_rows, WIDTH, BLOCK_ROWS, BLOCK_COLS), other=0.0)
+    return tile
+
+
+@triton.jit
+def store_rows(
+    x, strides, b, h, row, num_rows, tile, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
+):
+    """Store ``tile`` as rows of head (b, h), what lies past ``num_rows`` and WIDTH left out."""
+    pointers = tile_pointers(head_base(x, strides, b, h), strides, row, 0, BLOCK_ROWS, BLOCK_COLS)
+    inside = tile_bounds(row, num_rows, WIDTH, BLOCK_ROWS, BLOCK_COLS)
+    tl.store(pointers, tile.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def load_padding(key_padding, strides, b, keys, seqlen_k):
+    """Which of ``keys`` are real tokens of sequence b."""
+    pointers = key_padding + b.to(tl.int64) * strides[0] + keys.to(tl.int64) * strides[1]
+    return tl.load(pointers, mask=keys < seqlen_k, other=0).to(tl.int1)
+
+
+@triton.jit
+def load_offset(q_offset, offset_stride, b):
+    """Position of query row 0 among the keys; a pointer when ``offset_stride`` is not None."""
+    if offset_stride is None:
+        offset = q_offset
+    else:
+        offset = tl.load(q_offset + b * offset_stride).to(tl.int32)
+    return offset
+
+
+@triton.jit
+def in_band(first, last, keys, seqlen_k, window_left, window_right):
+    """Whether ``keys`` exist and some query at positions first..last sees them."""
+    inside = keys < seqlen_k
+    if window_left is not None:
+        inside = inside & (keys >= first - window_left)
+    if window_right is not None:
+        inside = inside & (keys <= last + window_right)
+    return inside
+
+
+@triton.jit
+def tanh(x):
+    """Tanh that neither overflows for large \\|x\\| nor cancels for small."""
+    x2 = x * x
+    series = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835)))))
+    saturating = 1.0 - 2.0 / (tl.math.exp2(x * (2.0 * LOG2E)) + 1.0)
+    return tl.where(tl.abs(x) < 0.3, series, saturating)
+
+
+@triton.jit
+def natural_scores(qk, sm_scale, softcap):
+    """``softcap(qk * sm_scale)``."""
+    s = qk * sm_scale
+    if softcap is not None:
+        s = softcap * tanh(s / softcap)
+    return s
+
+
+@triton.jit
+def apply_mask_tile(s, visible, pointers, inside):
+    """Add an additive mask tile to ``s``; and with ``visible`` what a bool or additive tile does not exclude."""
+    tile = tl.load(pointers, mask=inside, other=0)
+    if pointers.dtype.element_ty == tl.int1:
+        visible = visible & (tile != 0)
+    else:
+        bias = tile.to(tl.float32)
+        visible = visible & (bias > EXCLUDE_AT_OR_BELOW) & (bias != FLOAT16_MIN)
+        s += bias
+    return s, visible
+
+
+@triton.jit
+def online_softmax(s, m_i, l_i, scale):
+    """Fold a tile of scores into the row statistics; exponents are ``s * scale`` in powers of two, scale > 0.
+
+    Returns:
+        p, the factor that rescales what was accumulated before, and the new m_i and l_i.
+    """
+    m_new = tl.maximum(m_i, tl.max(s, axis=1) * scale)
+    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf minus -inf is NaN
+    p = tl.math.exp2(s * scale - m_safe[:, None])
+    alpha = tl.math.exp2(m_i - m_safe)
+    return p, alpha, m_new, l_i * alpha + tl.sum(p, axis=1)
+
+
+@triton.jit
+def normalised(acc, l_i):
+    """``acc / l_i``, zeros for a row that saw no key."""
+    return acc * (1.0 / tl.where(l_i == 0.0, 1.0, l_i))[:, None]

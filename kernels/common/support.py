@@ -1,0 +1,75 @@
+"""What the launchers of the Triton kernels share on the host; imports no Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from attnpatch.attention_call import AttentionCall
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+
+
+def devices() -> tuple[str, ...]:
+    """Device types the kernels run on: CPU tensors too when Triton's interpreter is on (TRITON_INTERPRET=1)."""
+    return ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
+
+
+def refusal(call: AttentionCall, name: str) -> str | None:
+    """Why no Triton kernel takes ``call``, whatever its phase; ``name`` is the backend that is asked."""
+    if not _has_triton():
+        return "Triton is not installed (pip install triton)"
+    if call.q.dtype not in DTYPES:
+        return f"{_short(call.q.dtype)} is not one of {', '.join(map(_short, DTYPES))}"
+    width = max(call.head_dim, call.head_dim_v)
+    if width > MAX_HEAD_DIM:
+        return f"head_dim {width} is above {MAX_HEAD_DIM}, the widest tile of {name}"
+    if call.sm_scale <= 0:
+        return f"sm_scale {call.sm_scale} is not positive, so the largest product is not the largest score"
+    major, minor = capability(call.q.device)
+    if major < 8:
+        return f"compute capability {major}.{minor} is below 8.0"
+    return None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@lru_cache(maxsize=1)
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@lru_cache(maxsize=None)
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability; the interpreter poses as 8.0."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Input precision of ``tl.dot``: float32 is exact unless torch's own matmuls may use TF32."""
+    exact = dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    return "ieee" if exact else "tf32"
+
+
+def offset_arguments(call: AttentionCall) -> tuple[int | Tensor, int | None]:
+    """``q_offset`` and its stride over the batch, None when it is a number."""
+    if not isinstance(call.q_offset, Tensor):
+        return call.q_offset, None
+    return call.q_offset, call.q_offset.stride(0) if call.q_offset.dim() else 0
+
+
+def strides(x: Tensor | None) -> tuple[int, ...] | None:
+    """The strides of a tensor that may be absent."""
+    return None if x is None else x.stride()
+
+
+def padded_width(head_dim: int) -> int:
+    """Width of a tile that holds ``head_dim``: a power of two, at least what ``tl.dot`` takes."""
+    return max(16, 1 << (head_dim - 1).bit_length())

@@ -1,0 +1,1 @@
+"""Flash-decode in Triton: one query row, the keys split over programs."""

@@ -1,0 +1,1 @@
+"""Flash-attention forward in plain Triton: tiles of queries over tiles of keys."""

@@ -1,0 +1,22 @@
+"""triton.prefill: what it takes."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attnpatch.attention_call import AttentionCall
+from attnpatch.dispatch import Backend
+from attnpatch.kernels.common import support
+
+
+def _refuses(call: AttentionCall) -> str | None:
+    return support.refusal(call, "triton.prefill")
+
+
+def _run(call: AttentionCall) -> Tensor:
+    from attnpatch.kernels.prefill.launch import prefill  # Triton may be absent: refused above
+
+    return prefill(call)
+
+
+BACKENDS = {"triton.prefill": Backend("triton.prefill", support.devices(), _refuses, _run)}

@@ -1,0 +1,160 @@
+"""Flash-attention forward (Dao, arXiv 2307.08691) with the mask as terms.
+
+One program owns BLOCK_M query rows of one head and walks the keys in blocks of BLOCK_N:
+
+    s = q k^T (scale, softcap, bias; hidden -> -inf);   p = exp2(s - m);   acc = acc * alpha + p v
+
+The band (causal, window, offset) cuts the keys into three runs, and keys outside of them are never loaded:
+
+    lo ........ full_lo ........................ full_hi ........ hi
+       edge of         every row sees every key          diagonal, or
+       the window      (no element mask)                 the end of K
+
+Letters: b batch, h query head, m query row, n key, d head dim.
+"""
+
+import triton
+import triton.language as tl
+
+from attnpatch.kernels.common.primitives import (
+    LOG2E,
+    apply_mask_tile,
+    head_base,
+    in_band,
+    load_offset,
+    load_padding,
+    load_rows,
+    natural_scores,
+    normalised,
+    online_softmax,
+    store_rows,
+    tile_pointers,
+)
+
+
+@triton.jit
+def _program_tile(seqlen_q, total_heads, heads_per_section, BLOCK_M: tl.constexpr):
+    """Query block and flat head of this program.
+
+    Heads go in sections whose K and V fit L2; inside one, the last query blocks, which see most keys, come first.
+    """
+    num_blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    section = tl.program_id(0) // (num_blocks * heads_per_section)
+    first_head = section * heads_per_section
+    heads = tl.minimum(heads_per_section, total_heads - first_head)
+    rank = tl.program_id(0) - first_head * num_blocks
+    return num_blocks - 1 - rank // heads, first_head + rank % heads
+
+
+@triton.jit
+def _key_runs(
+    first, last, seqlen_k, window_left, window_right, HAS_TILE_TERMS: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The four bounds of the module's picture for rows at positions first..last; multiples of BLOCK_N but hi."""
+    lo = 0
+    full_lo = 0
+    hi = seqlen_k
+    full_hi = seqlen_k
+    if window_left is not None:
+        lo = tl.maximum(first - window_left, 0)
+        full_lo = tl.maximum(last - window_left, 0)
+    if window_right is not None:
+        hi = tl.minimum(tl.maximum(last + window_right + 1, 0), seqlen_k)
+        full_hi = tl.minimum(tl.maximum(first + window_right + 1, 0), seqlen_k)
+    lo = lo // BLOCK_N * BLOCK_N
+    full_lo = tl.minimum(tl.cdiv(full_lo, BLOCK_N), tl.cdiv(hi, BLOCK_N)) * BLOCK_N
+    full_hi = tl.maximum(full_hi // BLOCK_N * BLOCK_N, full_lo)
+    if HAS_TILE_TERMS:  # every block needs an element mask: one run
+        full_lo = lo
+        full_hi = lo
+    return lo, full_lo, full_hi, hi
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("q_offset", "window_left", "window_right"),
+        *("num_heads", "total_heads", "heads_per_section", "seqlen_q", "seqlen_k"),
+    ]
+)
+def _prefill_kernel(
+    q,  # [batch, num_heads, seqlen_q, HEAD_DIM]
+    k,  # [batch, num_kv_heads, seqlen_k, HEAD_DIM], pointer or tensor descriptor (strides None)
+    v,  # [batch, num_kv_heads, seqlen_k, HEAD_DIM_V], likewise
+    attn_mask,  # bool or additive [batch, num_heads, seqlen_q, seqlen_k], or None
+    key_padding,  # bool [batch, seqlen_k], or None
+    q_offset,  # int, or a pointer read with offset_stride
+    o,  # [batch, num_heads, seqlen_q, HEAD_DIM_V]
+    sm_scale,
+    softcap,
+    window_left,
+    window_right,
+    q_strides,
+    k_strides,
+    v_strides,
+    mask_strides,
+    padding_strides,
+    offset_stride,
+    o_strides,
+    num_heads,
+    total_heads,
+    heads_per_section,
+    seqlen_q,
+    seqlen_k,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Output of BLOCK_M query rows of one head."""
+    HAS_BAND: tl.constexpr = window_left is not None or window_right is not None
+    HAS_TILE_TERMS: tl.constexpr = attn_mask is not None or key_padding is not None
+    NATURAL: tl.constexpr = attn_mask is not None or softcap is not None
+    FIRST_RUN: tl.constexpr = 2 if HAS_TILE_TERMS else (1 if window_left is None else 0)
+
+    m_block, flat_head = _program_tile(seqlen_q, total_heads, heads_per_section, BLOCK_M)
+    b, h = flat_head // num_heads, flat_head % num_heads
+    h_kv = h // GROUP_SIZE
+    m = m_block * BLOCK_M
+    rows = m + tl.arange(0, BLOCK_M)
+    offset = load_offset(q_offset, offset_stride, b)
+    first, last = m + offset, tl.minimum(m + BLOCK_M, seqlen_q) - 1 + offset
+    runs = _key_runs(first, last, seqlen_k, window_left, window_right, HAS_TILE_TERMS, BLOCK_N)
+
+    scale = LOG2E if NATURAL else sm_scale * LOG2E
+    q_tile = load_rows(q, q_strides, b, h, m, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for run in tl.static_range(FIRST_RUN, 3):
+        for n in tl.range(runs[run], runs[run + 1], BLOCK_N):
+            k_tile = load_rows(k, k_strides, b, h_kv, n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D)
+            v_tile = load_rows(v, v_strides, b, h_kv, n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+            s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+            if NATURAL:
+                s = natural_scores(s, sm_scale, softcap)
+            if run != 1:
+                keys = n + tl.arange(0, BLOCK_N)
+                position = (rows + offset)[:, None]
+                visible = in_band(position, position, keys[None, :], seqlen_k, window_left, window_right)
+                live = in_band(first, last, keys, seqlen_k, window_left, window_right)  # seen by some row
+                if key_padding is not None:
+                    real = load_padding(key_padding, padding_strides, b, keys, seqlen_k)
+                    visible = visible & real[None, :]
+                    live = live & real
+                if attn_mask is not None:
+                    inside = (rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :]
+                    head = head_base(attn_mask, mask_strides, b, h)
+                    pointers = tile_pointers(head, mask_strides, m, n, BLOCK_M, BLOCK_N)
+                    s, visible = apply_mask_tile(s, visible, pointers, inside)
+                    live = live & (tl.max(visible.to(tl.int32), axis=0) > 0)
+                s = tl.where(visible, s, float("-inf"))
+                if HAS_BAND or HAS_TILE_TERMS:  # a cache tail may hold NaN, and 0 * NaN is NaN
+                    v_tile = tl.where(live[:, None], v_tile, 0.0)
+            p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, scale)
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
+
+    store_rows(o, o_strides, b, h, m, seqlen_q, normalised(acc, l_i), HEAD_DIM_V, BLOCK_M, BLOCK_DV)

@@ -1,0 +1,1 @@
+"""Gradients by recomputing the attention of a few rows at a time."""

@@ -1,0 +1,51 @@
+"""The oracle of every attention kernel: the call's definition written out in float64.
+
+s = q k^T * sm_scale;  s = softcap * tanh(s / softcap);  s += bias;  p = softmax(s over visible keys);  o = p v
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnpatch.attention_call import AttentionCall
+from attnpatch.masking import excluded, visible_tile
+
+
+def attention_reference(call: AttentionCall, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Compute ``call`` naively, with every N x N matrix spelled out.
+
+    Args:
+        call: the attention call.
+        dtype: dtype of the arithmetic. float64 for an oracle; it is differentiable in any float dtype.
+
+    Returns:
+        ``[batch, num_heads, seqlen_q, head_dim_v]`` in ``dtype``; rows without a visible key are zeros.
+    """
+    hidden = hidden_keys(call)
+    # Select, do not multiply: 0 * NaN from an unwritten cache tail is NaN, forward and backward.
+    unused = hidden.all(dim=2)[..., None]  # [batch, num_heads, seqlen_k, 1]
+    k = call.k.to(dtype).repeat_interleave(call.group_size, dim=1).masked_fill(unused, 0.0)
+    v = call.v.to(dtype).repeat_interleave(call.group_size, dim=1).masked_fill(unused, 0.0)
+    scores = call.q.to(dtype) @ k.transpose(-1, -2) * call.sm_scale
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    if call.attn_mask is not None and call.attn_mask.dtype != torch.bool:
+        scores = scores + call.attn_mask.to(dtype).masked_fill(hidden, 0.0)
+    no_key = hidden.all(dim=-1, keepdim=True)
+    scores = scores.masked_fill(hidden, -torch.inf).masked_fill(no_key, 0.0)
+    return scores.softmax(dim=-1).masked_fill(hidden, 0.0) @ v
+
+
+def hidden_keys(call: AttentionCall) -> Tensor:
+    """Bool ``[batch, num_heads, seqlen_q, seqlen_k]``: True where a row must not see a key."""
+    device = call.q.device
+    rows, keys = torch.arange(call.seqlen_q, device=device), torch.arange(call.seqlen_k, device=device)
+    shape = (call.batch, call.num_heads, call.seqlen_q, call.seqlen_k)
+    hidden = torch.zeros(shape, dtype=torch.bool, device=device)
+    visible = visible_tile(call, rows, keys)
+    if visible is not None:
+        hidden = hidden | ~visible
+    if call.attn_mask is not None:
+        hidden = hidden | excluded(call.attn_mask)
+    return hidden

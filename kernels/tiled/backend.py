@@ -1,0 +1,101 @@
+"""Tiled online softmax in plain torch (Milakov & Gimelshein, arXiv 1805.02867; tiles as in FlashAttention).
+
+For each tile of BLOCK_M query rows, over tiles of BLOCK_N keys that the band lets it see:
+
+    s     = q k^T * sm_scale, softcap, + bias, hidden -> -inf          [B, H, M, N], fp32
+    m_new = max(m, max_n s);  p = exp(s - m_new);  alpha = exp(m - m_new)
+    l     = alpha l + sum_n p;  acc = alpha acc + p v
+    o     = acc / l  (l == 0: zeros)
+
+Nothing of size seqlen_q x seqlen_k is ever built. It takes every call: the last resort on each device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnpatch.attention_call import AttentionCall
+from attnpatch.dispatch import Backend
+from attnpatch.kernels.bands import key_range
+from attnpatch.masking import excluded, visible_tile
+
+BLOCK_M = 256
+BLOCK_N = 1024
+
+
+def tiled(call: AttentionCall) -> Tensor:
+    """Run ``call`` with tiles of BLOCK_M x BLOCK_N scores; arithmetic in float32, or float64 for float64."""
+    o = call.empty_output()
+    for start in range(0, call.seqlen_q, BLOCK_M):
+        rows = torch.arange(start, min(start + BLOCK_M, call.seqlen_q), device=call.q.device)
+        o[:, :, rows[0] : rows[-1] + 1] = _row_tile(call, rows)
+    return o
+
+
+def _row_tile(call: AttentionCall, rows: Tensor) -> Tensor:
+    """Output of the given query rows, ``[batch, num_heads, m, head_dim_v]``."""
+    wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    first, last = int(rows[0]), int(rows[-1])
+    q = _grouped(call.q[:, :, first : last + 1], call).to(wide) * call.sm_scale
+    m_i = q.new_full((*q.shape[:-1], 1), -torch.inf)
+    l_i = torch.zeros_like(m_i)
+    acc = q.new_zeros((*q.shape[:-1], call.head_dim_v))
+    low, high = key_range(call, first, last)
+    for start in range(low, high, BLOCK_N):
+        keys = torch.arange(start, min(start + BLOCK_N, high), device=call.q.device)
+        s, v = _score_tile(call, q, rows, keys)
+        m_new = torch.maximum(m_i, s.amax(dim=-1, keepdim=True))
+        m_safe = m_new.masked_fill(m_new == -torch.inf, 0.0)
+        p = torch.exp(s - m_safe)
+        alpha = torch.exp(m_i - m_safe)
+        l_i = alpha * l_i + p.sum(dim=-1, keepdim=True)
+        acc = alpha * acc + p @ v
+        m_i = m_new
+    return (acc / l_i.masked_fill(l_i == 0, 1.0)).flatten(1, 2)
+
+
+def _grouped(x: Tensor, call: AttentionCall) -> Tensor:
+    """``[batch, num_heads, ...]`` as ``[batch, num_kv_heads, group_size, ...]``, a view."""
+    return x.unflatten(1, (call.num_kv_heads, call.group_size))
+
+
+def _score_tile(call: AttentionCall, q: Tensor, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores ``[batch, num_kv_heads, group_size, m, n]`` with hidden keys at -inf, and v of those keys."""
+    low, high = int(keys[0]), int(keys[-1]) + 1
+    k = call.k[:, :, None, low:high].to(q.dtype)
+    v = call.v[:, :, None, low:high].to(q.dtype)
+    s = q @ k.transpose(-1, -2)
+    if call.softcap is not None:
+        s = call.softcap * torch.tanh(s / call.softcap)
+    visible = visible_tile(call, rows, keys)
+    if visible is not None:
+        s = s.masked_fill(~visible[:, None], -torch.inf)
+        v = _without_hidden_keys(v, visible)
+    if call.attn_mask is not None:
+        s = _add_mask(s, _grouped(call.attn_mask, call)[..., int(rows[0]) : int(rows[-1]) + 1, low:high])
+    return s, v
+
+
+def _without_hidden_keys(v: Tensor, visible: Tensor) -> Tensor:
+    """Zero the value rows that no query of the tile sees: 0 * NaN from an unwritten cache tail is NaN."""
+    hidden = ~visible.any(dim=2)  # [batch or 1, 1, n]
+    return v.masked_fill(hidden[:, None, ..., None], 0.0)
+
+
+def _add_mask(s: Tensor, attn_mask: Tensor) -> Tensor:
+    """Apply a bool or additive mask tile."""
+    hidden = excluded(attn_mask)
+    if attn_mask.dtype != torch.bool:
+        s = s + attn_mask.to(s.dtype)
+    return s.masked_fill(hidden, -torch.inf)
+
+
+def _refuses(call: AttentionCall) -> str | None:
+    return None
+
+
+BACKENDS = {
+    "cpu.tiled": Backend("cpu.tiled", ("cpu",), _refuses, tiled),
+    "sdpa.tiled": Backend("sdpa.tiled", ("cuda",), _refuses, tiled),
+}

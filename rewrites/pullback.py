@@ -1,0 +1,448 @@
+"""Read a mask back as an expression of its element at (b, h, q, k).
+
+A mask is a small graph over aranges, comparisons and broadcasts. Asking for its element at symbolic indices and
+pushing the question through every operation to its inputs ("pulling the indices back") removes all spelling:
+
+    where(le(arange(n)[None, None, None, :], arange(n)[None, None, :, None] + 4), 0.0, -inf)  at (b, h, q, k)
+        ->  Where(AtLeastZero(q + 4 - k), Const(0.0), Const(-inf))
+
+An operation nobody knows becomes a leaf: ``Load(node, indices)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from attnpatch.graph import CASTS, Writes, arg, normal_dim, op, shape, value
+from attnpatch.affine import Affine, scalar_affine
+
+
+@dataclass(frozen=True)
+class Const:
+    """A constant element."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """Element ``node[indices]`` of a tensor that stays opaque."""
+
+    node: Node
+    indices: tuple[Affine, ...]
+
+
+@dataclass(frozen=True)
+class AtLeastZero:
+    """``expression >= 0``."""
+
+    expression: Affine
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    """``|expression|`` of an integer expression."""
+
+    expression: Affine
+
+
+@dataclass(frozen=True)
+class And:
+    """Conjunction."""
+
+    left: Any
+    right: Any
+
+
+@dataclass(frozen=True)
+class Or:
+    """Disjunction."""
+
+    left: Any
+    right: Any
+
+
+@dataclass(frozen=True)
+class Not:
+    """Negation of a boolean expression."""
+
+    operand: Any
+
+
+@dataclass(frozen=True)
+class Where:
+    """``then`` where ``condition`` holds, else ``otherwise``."""
+
+    condition: Any
+    then: Any
+    otherwise: Any
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Sum of two real-valued expressions."""
+
+    left: Any
+    right: Any
+
+
+BOOLEAN = (AtLeastZero, And, Or, Not)
+
+
+class Unknown(Exception):  # noqa: N818
+    """An operation whose element has no expression here."""
+
+
+class Pullback:
+    """Pull indices back through a graph; remembers which nodes it read, and where scalars were read.
+
+    Attributes:
+        writes: the graph's in-place writes.
+        visited: every node whose operation was looked through.
+        readers: for each node that became an atom of an Affine, the node that read it.
+    """
+
+    def __init__(self, writes: Writes) -> None:
+        self.writes = writes
+        self.visited: set[Node] = set()
+        self.readers: dict[Node, Node] = {}
+
+    def element(self, x: Any, indices: tuple[Affine, ...]) -> Any:
+        """The element of ``x`` at ``indices``, one per dimension of ``x``; Affine when it is an integer."""
+        if not isinstance(x, Node):
+            return _constant(x)
+        scalar = scalar_affine(x)
+        if scalar is not None and (not isinstance(value(x), Tensor) or op(x) not in OPERATIONS):
+            return scalar
+        if not isinstance(value(x), Tensor):
+            raise Unknown(x)
+        if self.writes.touches(x):  # its defining operation no longer says what it holds
+            return Load(x, indices)
+        try:
+            operation = OPERATIONS.get(op(x))
+            result = operation(self, x, indices) if operation else Load(x, indices)
+            if operation:
+                self.visited.add(x)
+            return result
+        except Unknown:
+            return Load(x, indices)
+
+    def operand(self, reader: Node, x: Any, indices: tuple[Affine, ...]) -> Any:
+        """The element of ``x`` where ``reader``, of the given indices, reads it under broadcasting."""
+        if isinstance(x, Node) and isinstance(value(x), Tensor):
+            scalar = scalar_affine(x)
+            if scalar is not None and x in scalar.coefficients:
+                self.readers.setdefault(x, reader)
+            return self.element(x, broadcast(indices, x))
+        return self.element(x, ())
+
+
+def broadcast(indices: tuple[Affine, ...], x: Node) -> tuple[Affine, ...]:
+    """Indices into ``x`` that, right-aligned, broadcast to ``indices``: size-1 dimensions are read at 0."""
+    sizes = shape(x)
+    aligned = indices[len(indices) - len(sizes) :]
+    return tuple(Affine() if _is_one(s) else i for s, i in zip(sizes, aligned, strict=True))
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _constant(x: Any) -> Any:
+    if isinstance(x, bool) or (isinstance(x, int) and not isinstance(x, bool)):
+        return Const(float(x)) if isinstance(x, bool) else Affine(constant=x)
+    if isinstance(x, float):
+        return Const(x)
+    raise Unknown(x)
+
+
+def number(x: Any) -> float | None:
+    """The value of a constant expression, else None."""
+    if isinstance(x, Const):
+        return x.value
+    return float(x.constant) if isinstance(x, Affine) and x.is_constant else None
+
+
+def as_condition(x: Any) -> Any:
+    """``x != 0`` as a boolean expression."""
+    if isinstance(x, (*BOOLEAN, Load)):
+        return x
+    constant = number(x)
+    if constant is None:
+        raise Unknown(x)
+    return Const(float(constant != 0))
+
+
+def _binary(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> tuple[Any, Any]:
+    left, right = arg(node, 0, "input"), arg(node, 1, "other")
+    return pull.operand(node, left, indices), pull.operand(node, right, indices)
+
+
+def _add(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+    left, right = _binary(pull, node, indices)
+    if arg(node, 2, "alpha", 1) != 1:
+        raise Unknown(node)
+    if isinstance(left, Affine) and isinstance(right, Affine):
+        return left + right
+    return Sum(left, right)
+
+
+def _sub(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+    left, right = _binary(pull, node, indices)
+    if isinstance(left, Affine) and isinstance(right, Affine):
+        return left - right
+    if number(left) == 1.0 and isinstance(right, BOOLEAN):
+        return Not(right)
+    if number(left) == 1.0 and isinstance(right, Load) and value(right.node).dtype == torch.bool:
+        return Not(right)
+    raise Unknown(node)
+
+
+def _mul(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+    left, right = _binary(pull, node, indices)
+    if number(left) is not None:
+        left, right = right, left
+    if isinstance(left, Affine) and isinstance(right, Affine) and right.is_constant:
+        return left * right.constant
+    if isinstance(left, (*BOOLEAN, Load)) and isinstance(right, (*BOOLEAN, Load)) and _is_bool(node):
+        return And(left, right)
+    factor = number(right)
+    if factor is not None and isinstance(left, BOOLEAN):
+        return Where(left, Const(factor), Const(0.0))
+    if factor is not None and isinstance(left, Load) and value(left.node).dtype == torch.bool:
+        return Where(left, Const(factor), Const(0.0))
+    raise Unknown(node)
+
+
+def _is_bool(node: Node) -> bool:
+    return value(node).dtype == torch.bool
+
+
+def _difference(node: Node, left: Any, right: Any) -> Affine | Magnitude:
+    """``left - right`` of integer expressions; the magnitude's comparisons are handled by :func:`_at_least`."""
+    if isinstance(left, Affine) and isinstance(right, Affine):
+        return left - right
+    raise Unknown(node)
+
+
+def _at_least(node: Node, left: Any, right: Any, slack: int) -> Any:
+    """``left >= right + slack`` for integers, magnitudes included."""
+    if isinstance(right, Magnitude) and isinstance(left, Affine):  # |d| <= w: both sides
+        d = right.expression
+        return And(AtLeastZero(left - d - slack), AtLeastZero(left + d - slack))
+    if isinstance(left, Magnitude) and isinstance(right, Affine):
+        return Not(_at_least(node, right, left, 1 - slack))
+    return AtLeastZero(_difference(node, left, right) - slack)
+
+
+def _comparison(swap: bool, slack: int) -> Callable[..., Any]:
+    def compare(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+        left, right = _binary(pull, node, indices)
+        return _at_least(node, right, left, slack) if swap else _at_least(node, left, right, slack)
+
+    return compare
+
+
+def _ne(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+    left, right = _binary(pull, node, indices)
+    if number(right) == 0:
+        return as_condition(left)
+    raise Unknown(node)
+
+
+def _eq(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+    left, right = _binary(pull, node, indices)
+    if number(right) == 0:
+        return Not(as_condition(left))
+    if number(right) == 1 and (isinstance(left, BOOLEAN) or (isinstance(left, Load) and _is_bool(left.node))):
+        return left
+    raise Unknown(node)
+
+
+def _logical(make: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def combine(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+        if not _is_bool(node):
+            raise Unknown(node)
+        left, right = _binary(pull, node, indices)
+        return make(as_condition(left), as_condition(right))
+
+    return combine
+
+
+def _not(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+    if not _is_bool(node):
+        raise Unknown(node)
+    return Not(as_condition(pull.operand(node, arg(node, 0, "input"), indices)))
+
+
+def _abs(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+    x = pull.operand(node, arg(node, 0, "input"), indices)
+    if isinstance(x, Affine):
+        return Magnitude(x)
+    raise Unknown(node)
+
+
+def _where(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+    condition, then, otherwise = (
+        pull.operand(node, arg(node, i, name), indices) for i, name in enumerate(("condition", "input", "other"))
+    )
+    return Where(as_condition(condition), then, otherwise)
+
+
+def _masked_fill(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+    x, mask, fill = (
+        pull.operand(node, arg(node, i, name), indices) for i, name in enumerate(("input", "mask", "value"))
+    )
+    return Where(as_condition(mask), fill, x)
+
+
+def _triangle(upper: bool) -> Callable[..., Any]:
+    """tril keeps column - row <= diagonal, triu keeps column - row >= diagonal."""
+
+    def triangle(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+        x = pull.operand(node, arg(node, 0, "input"), indices)
+        diagonal = scalar_affine(arg(node, 1, "diagonal", 0))
+        if diagonal is None:
+            raise Unknown(node)
+        above = indices[-1] - indices[-2] - diagonal
+        keep = AtLeastZero(above if upper else -above)
+        return And(keep, as_condition(x)) if _is_bool(node) else Where(keep, x, Const(0.0))
+
+    return triangle
+
+
+def _cast(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+    x = pull.operand(node, arg(node, 0, "input"), indices)
+    if _is_bool(node):
+        return as_condition(x)
+    if isinstance(x, Const) and not value(node).is_floating_point() and x.value != int(x.value):
+        raise Unknown(node)
+    return x
+
+
+def _filled(get: Callable[[Node], Any]) -> Callable[..., Any]:
+    def fill(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+        constant = get(node)
+        if isinstance(constant, (bool, int, float)):
+            return Const(float(constant))
+        raise Unknown(node)
+
+    return fill
+
+
+def _arange(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+    if value(node).is_floating_point():
+        raise Unknown(node)
+    bounds = node.args
+    start = scalar_affine(bounds[0] if len(bounds) > 1 else node.kwargs.get("start", 0))
+    step = bounds[2] if len(bounds) > 2 else node.kwargs.get("step", 1)
+    if start is None or not isinstance(step, int):
+        raise Unknown(node)
+    return indices[0] * step + start
+
+
+def _expand(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+    return pull.operand(node, arg(node, 0, "input"), indices)
+
+
+def _unsqueeze(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+    dim = normal_dim(node, arg(node, 1, "dim"))
+    return pull.element(node.args[0], indices[:dim] + indices[dim + 1 :])
+
+
+def _transpose(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+    a, b = (normal_dim(node, arg(node, i, f"dim{i - 1}")) for i in (1, 2))
+    order = list(indices)
+    order[a], order[b] = order[b], order[a]
+    return pull.element(node.args[0], tuple(order))
+
+
+def _reshape(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+    """Only reshapes that add or drop dimensions of size 1."""
+    source = shape(node.args[0])
+    kept = [i for i, size in zip(indices, shape(node), strict=True) if not _is_one(size)]
+    wide = [s for s in shape(node) if not _is_one(s)]
+    if wide != [s for s in source if not _is_one(s)]:
+        raise Unknown(node)
+    return pull.element(node.args[0], tuple(Affine() if _is_one(s) else kept.pop(0) for s in source))
+
+
+def _getitem(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+    source, items = node.args[0], node.args[1]
+    if not isinstance(value(source), Tensor):
+        raise Unknown(node)
+    items = list(items) if isinstance(items, tuple) else [items]
+    if any(isinstance(i, Node) and isinstance(value(i), Tensor) and value(i).dim() > 0 for i in items):
+        return _gather(pull, node, source, items, indices)
+    return pull.element(source, _sliced(node, source, items, list(indices)))
+
+
+def _sliced(node: Node, source: Node, items: list[Any], indices: list[Affine]) -> tuple[Affine, ...]:
+    """Indices into ``source`` of basic indexing: None, slices, integers and one Ellipsis."""
+    consumed = sum(item is not None and item is not Ellipsis for item in items)
+    fill = [slice(None)] * (len(shape(source)) - consumed)
+    at = items.index(Ellipsis) if Ellipsis in items else len(items)
+    items = items[:at] + fill + items[at + 1 :]
+    out: list[Affine] = []
+    for item in items:
+        if item is None:
+            indices.pop(0)
+        elif isinstance(item, slice):
+            out.append(_slice_start(node, item, shape(source)[len(out)]) + indices.pop(0) * (item.step or 1))
+        else:
+            out.append(_position(node, item, shape(source)[len(out)]))
+    return tuple(out)
+
+
+def _slice_start(node: Node, item: slice, size: Any) -> Affine:
+    if not isinstance(item.step or 1, int) or (item.step or 1) < 0:
+        raise Unknown(node)
+    return Affine() if item.start is None else _position(node, item.start, size)
+
+
+def _position(node: Node, item: Any, size: Any) -> Affine:
+    """An index of basic indexing, counted from the front."""
+    position = scalar_affine(item)
+    if position is None or (position.is_constant and position.constant < 0 and not isinstance(size, int)):
+        raise Unknown(node)
+    if position.is_constant and position.constant < 0:
+        return Affine(constant=max(0, position.constant + size))
+    return position
+
+
+def _gather(
+    pull: Pullback, node: Node, source: Node, items: list[Any], indices: tuple[Affine, ...]
+) -> Any:
+    """Advanced indexing ``source[t0, t1, ...]`` by integer tensors in the leading dimensions."""
+    tensors = [i for i in items if isinstance(i, Node)]
+    if len(tensors) != len(items) or any(value(t).dtype == torch.bool for t in tensors):
+        raise Unknown(node)
+    rest = len(shape(source)) - len(tensors)
+    lead = indices[: len(indices) - rest]
+    where = [pull.operand(node, t, lead) for t in tensors]
+    if not all(isinstance(i, Affine) for i in where):
+        raise Unknown(node)
+    return pull.element(source, (*where, *indices[len(indices) - rest :]))
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "arange": _arange, "getitem": _getitem, "expand": _expand, "expand_as": _expand, "broadcast_to": _expand,
+    "unsqueeze": _unsqueeze, "transpose": _transpose, "view": _reshape, "reshape": _reshape, "squeeze": _reshape,
+    "add": _add, "sub": _sub, "mul": _mul, "abs": _abs,
+    "ge": _comparison(False, 0), "gt": _comparison(False, 1), "le": _comparison(True, 0), "lt": _comparison(True, 1),
+    "ne": _ne, "eq": _eq, "and": _logical(And), "or": _logical(Or), "not": _not,
+    "where": _where, "masked_fill": _masked_fill, "tril": _triangle(False), "triu": _triangle(True),
+    "ones": _filled(lambda n: 1), "new_ones": _filled(lambda n: 1), "ones_like": _filled(lambda n: 1),
+    "zeros": _filled(lambda n: 0), "new_zeros": _filled(lambda n: 0), "zeros_like": _filled(lambda n: 0),
+    "full": _filled(lambda n: arg(n, 1, "fill_value")), "new_full": _filled(lambda n: arg(n, 2, "fill_value")),
+    "full_like": _filled(lambda n: arg(n, 1, "fill_value")), "tensor": _filled(lambda n: arg(n, 0, "data")),
+    "scalar_tensor": _filled(lambda n: arg(n, 0, "s")),
+    **dict.fromkeys(CASTS, _cast), "bool": _cast, "int": _cast, "long": _cast,
+}  # fmt: skip
+"""How each operation's element follows from its inputs' elements. A new mask spelling is one line here."""
