@@ -10,7 +10,7 @@ import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 from torch import Tensor
@@ -53,7 +53,7 @@ class Dispatch(NamedTuple):
     reason: str
 
 
-@lru_cache(maxsize=None)
+@cache
 def load_backend(name: str) -> Backend:
     """Import the module of backend ``name`` (Triton is imported only here) and return the backend."""
     return importlib.import_module(BACKEND_MODULES[name]).BACKENDS[name]
@@ -102,29 +102,49 @@ def _refusal(backend: Backend, call: AttentionCall, named: bool) -> str | None:
     return backend.refuses(call)
 
 
-class _Recorder(threading.local):
-    """The dispatches of the graph run in progress on this thread, or None outside of one."""
+class Recording:
+    """What the attentions of one graph run did, in order of execution."""
 
     def __init__(self) -> None:
-        self.dispatches: list[Dispatch] | None = None
+        self.dispatches: list[Dispatch] = []
+        self.bytes_avoided = 0
 
 
-_recorder = _Recorder()
+class _Current(threading.local):
+    """The recording in progress on this thread."""
+
+    recording: Recording | None = None
+
+
+_current = _Current()
 
 
 @contextmanager
-def recording() -> Iterator[list[Dispatch]]:
-    """Collect the dispatches of every attention that runs inside, in order of execution."""
-    outer, _recorder.dispatches = _recorder.dispatches, []
+def recording() -> Iterator[Recording]:
+    """Record every attention that runs inside."""
+    outer, _current.recording = _current.recording, Recording()
     try:
-        yield _recorder.dispatches
+        yield _current.recording
     finally:
-        _recorder.dispatches = outer
+        _current.recording = outer
 
 
 def run(call: AttentionCall, names: Sequence[str] = ()) -> Tensor:
     """Run ``call`` on the first of ``names`` that takes it, and record which."""
     backend, dispatch = choose(call, names)
-    if _recorder.dispatches is not None:
-        _recorder.dispatches.append(dispatch)
+    if _current.recording is not None:
+        _current.recording.dispatches.append(dispatch)
+        _current.recording.bytes_avoided += bytes_avoided(call)
     return backend.run(call)
+
+
+def bytes_avoided(call: AttentionCall) -> int:
+    """Traffic of the written-out form that a fused kernel does not have.
+
+    Scores and probabilities written and read once each, and K and V repeated for their group written and read.
+    """
+    batch, num_heads, seqlen_q, head_dim = call.q.shape
+    seqlen_k, itemsize = call.k.shape[2], call.q.element_size()
+    scores = 4 * batch * num_heads * seqlen_q * seqlen_k
+    repeated = num_heads != call.k.shape[1]
+    return itemsize * (scores + repeated * 2 * batch * num_heads * seqlen_k * (head_dim + call.v.shape[3]))

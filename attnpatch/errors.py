@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class AttentionNotPatched(RuntimeError):  # noqa: N818  (the name is the public contract)
+class AttentionNotPatched(RuntimeError):
     """Raised under ``strict`` when any attention runs unfused.
 
     Attributes:
@@ -20,9 +20,9 @@ class AttentionNotPatched(RuntimeError):  # noqa: N818  (the name is the public 
         return type(self), (self.reasons,)
 
 
-class NoBackend(RuntimeError):  # noqa: N818
+class NoBackend(RuntimeError):
     """Raised when every backend that may run an attention call refuses it; lists each refusal."""
 
 
-class Refused(Exception):  # noqa: N818
+class Refused(Exception):
     """Raised inside a rewrite rule: the site must be left alone, and this sentence says why."""

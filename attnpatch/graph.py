@@ -28,12 +28,42 @@ _SAME_AS = {
 _OPERATOR_IN_PLACE = {"and_": "and", "or_": "or"}  # operator.and_ is not in place in spite of its name
 
 VIEWS = frozenset(
-    "view reshape transpose permute expand expand_as broadcast_to unsqueeze squeeze getitem select narrow detach "
-    "flatten unflatten view_as movedim mT T t contiguous to type type_as float half bfloat16 chunk split unbind".split()
+    [
+        "view",
+        "reshape",
+        "transpose",
+        "permute",
+        "expand",
+        "expand_as",
+        "broadcast_to",
+        "unsqueeze",
+        "squeeze",
+        "getitem",
+        "select",
+        "narrow",
+        "detach",
+        "flatten",
+        "unflatten",
+        "view_as",
+        "movedim",
+        "mT",
+        "T",
+        "t",
+        "contiguous",
+        "to",
+        "type",
+        "type_as",
+        "float",
+        "half",
+        "bfloat16",
+        "chunk",
+        "split",
+        "unbind",
+    ]
 )
 """Operations whose result may share memory with their first argument."""
 
-CASTS = frozenset("to type type_as float half bfloat16 double contiguous clone detach".split())
+CASTS = frozenset(["to", "type", "type_as", "float", "half", "bfloat16", "double", "contiguous", "clone", "detach"])
 """Operations that keep every value up to rounding, element by element."""
 
 
@@ -105,7 +135,11 @@ def place(node: Node) -> str:
 
 def emit(graph: Graph, target: Callable[..., Any] | str, *args: Any, like: Node, **kwargs: Any) -> Node:
     """Add a call at the graph's insertion point, with its fake value and the metadata of ``like``."""
-    node = graph.call_method(target, args, kwargs) if isinstance(target, str) else graph.call_function(target, args, kwargs)
+    node = (
+        graph.call_method(target, args, kwargs)
+        if isinstance(target, str)
+        else graph.call_function(target, args, kwargs)
+    )
     fake_args, fake_kwargs = map_arg((args, kwargs), value)
     with _fake_mode(like), torch.no_grad():
         if isinstance(target, str):

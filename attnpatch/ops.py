@@ -6,7 +6,7 @@ One functional operator (it writes nothing it did not allocate) with one output 
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,9 +66,8 @@ def attention(
         ValueError: shapes, dtypes or devices do not fit; the message names them.
         attnpatch.errors.NoBackend: every backend allowed refuses.
     """
-    return torch.ops.attnpatch.attention(
-        q, k, v, sm_scale, attn_mask, key_padding, q_offset_tensor, q_offset, window_left, window_right, softcap, backends
-    )  # fmt: skip
+    terms = (attn_mask, key_padding, q_offset_tensor, q_offset, window_left, window_right, softcap)
+    return torch.ops.attnpatch.attention(q, k, v, sm_scale, *terms, backends)
 
 
 def make_call(
@@ -166,7 +165,7 @@ def _attention(*args: Any) -> Tensor:
     return dispatch.run(make_call(*args[:11]), _names(args[11]) if len(args) > 11 else ())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _names(backends: str) -> tuple[str, ...]:
     return dispatch.check_names(backends.split(",")) if backends else ()
 

@@ -82,7 +82,15 @@ def _record(site: Site, rule: Rule, module: str, where: str) -> SiteRecord:
     heads, kv_heads = (shape(x)[1] if len(shape(x)) == 4 else 1 for x in (site.q, site.k))
     q = value(site.q)
     return SiteRecord(
-        module, rule.name, "", where, "", heads, kv_heads, shape(site.q)[-1], str(q.dtype).removeprefix("torch.")
+        module,
+        rule.name,
+        "",
+        where,
+        "",
+        heads,
+        kv_heads,
+        shape(site.q)[-1],
+        str(q.dtype).removeprefix("torch."),
     )
 
 
@@ -137,17 +145,17 @@ class _Emitter:
     def _operator(self, site: Site, q: Node, k: Node, v: Node, writes: Writes) -> Node:
         terms, like = site.terms, site.anchor
         constant, tensor = self._offset(site, writes)
-        kwargs: dict[str, Any] = {
+        given: dict[str, Any] = {
             "attn_mask": self._streamed(terms.streamed, like),
             "key_padding": self._paddings(terms, q, k, like),
             "q_offset_tensor": tensor,
-            "q_offset": constant,
+            "q_offset": constant or None,
             "window_left": terms.window_left,
             "window_right": terms.window_right,
             "softcap": site.softcap,
-            "backends": self.backends,
+            "backends": self.backends or None,
         }
-        given = {name: x for name, x in kwargs.items() if x is not None and not (isinstance(x, (int, str)) and x in (0, "") and name in ("q_offset", "backends"))}
+        given = {name: x for name, x in given.items() if x is not None}
         return self._emit(torch.ops.attnpatch.attention.default, q, k, v, site.sm_scale, like=like, **given)
 
     def _offset(self, site: Site, writes: Writes) -> tuple[Any, Node | None]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from attnpatch.graph import Writes
 from attnpatch.affine import Affine
+from attnpatch.graph import Writes
 
 
 @dataclass(frozen=True)

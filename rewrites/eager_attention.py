@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+
 from torch.fx import Graph, Node
 
 from attnpatch.errors import Refused
@@ -37,13 +38,15 @@ def _batched(product: Node) -> bool:
     return all(len(shape(x)) >= 3 for x in tensors)
 
 
+_CARRIERS = (*CASTS, "dropout", "view", "reshape", "getitem", "transpose", "permute", "flatten")
+
+
 def _product_below(node: Node, depth: int = 8) -> bool:
     for user in node.users:
         if op(user) in _ANY_PRODUCT:
-            return op(user) == "einsum" or user.args[0] is node or op(user) == "baddbmm"
-        if depth and op(user) in (*CASTS, "dropout", "view", "reshape", "getitem", "transpose", "permute", "flatten"):
-            if _product_below(user, depth - 1):
-                return True
+            return op(user) in ("einsum", "baddbmm") or arg(user, 0, "input") is node
+        if depth and op(user) in _CARRIERS and _product_below(user, depth - 1):
+            return True
     return False
 
 
@@ -56,9 +59,9 @@ def match(softmax: Node, writes: Writes) -> Site:
     fold = Fold(MaskReader(rank, (shape(softmax)[-2], shape(softmax)[-1]), writes))
     product = fold.walk(arg(softmax, 0, "input"))
     _check_readers(fold.interior, {*fold.interior, softmax}, "scores")
-    k_transposed = _unscaled(product.args[1], fold)
+    k_transposed = _unscaled(arg(product, 1, "other"), fold)
     k = transposed(k_transposed)
-    q, v = peel(product.args[0]), anchor.args[1]
+    q, v = peel(arg(product, 0, "input")), arg(anchor, 1, "other")
     if k is not None:
         k, v = unrepeated(k, v)
     check_shapes(q, shape(k) if k else _swapped(shape(k_transposed)), v, k or k_transposed, product, anchor)
@@ -74,12 +77,12 @@ def _swapped(size: Sequence[Any]) -> list[Any]:
 
 def _unscaled(node: Node, fold: Fold) -> Node:
     """k^T without a constant factor, which moves to the fold."""
-    while op(node) in ("mul", "div") and is_tensor(node.args[0]):
-        constant = fold.constant(node.args[1])
+    while op(node) in ("mul", "div") and is_tensor(arg(node, 0, "input")):
+        constant = fold.constant(arg(node, 1, "other"))
         if constant is None:
             break
         fold.factor *= constant if op(node) == "mul" else 1 / constant
-        node = node.args[0]
+        node = arg(node, 0, "input")
     return node
 
 
@@ -89,7 +92,7 @@ def _to_value_product(softmax: Node) -> tuple[list[Node], Node]:
     node = softmax
     while True:
         user = _only_reader(node)
-        if op(user) in PRODUCTS and user.args[0] is node:
+        if op(user) in PRODUCTS and arg(user, 0, "input") is node:
             return passed, user
         if op(user) == "dropout":
             _check_dropout(user)

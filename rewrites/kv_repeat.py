@@ -1,9 +1,9 @@
 """Spellings of "every K/V head repeated for its group", undone: the kernels index head ``h // group_size``.
 
-    x[:, :, None].expand(B, H, n, S, D).reshape(B, H * n, S, D)    Hugging Face's repeat_kv
-    repeat_interleave(x, n, dim=1)
-    x[:, :, None].repeat(1, 1, n, 1, 1).flatten(1, 2)
-    x.repeat(1, n, 1, 1) of one head, x.expand(B, n, S, D) of one head     (multi-query attention)
+x[:, :, None].expand(B, H, n, S, D).reshape(B, H * n, S, D)    Hugging Face's repeat_kv
+repeat_interleave(x, n, dim=1)
+x[:, :, None].repeat(1, 1, n, 1, 1).flatten(1, 2)
+x.repeat(1, n, 1, 1) of one head, x.expand(B, n, S, D) of one head     (multi-query attention)
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def _expand_reshape(node: Node) -> Node | None:
     """A new dimension after the heads, expanded or repeated, then merged with them."""
     if op(node) not in ("reshape", "view", "flatten") or not _ok(node, 4):
         return None
-    wide = node.args[0]
+    wide = arg(node, 0, "input")
     if op(wide) not in ("expand", "broadcast_to", "repeat") or not _ok(wide, 5):
         return None
-    narrow = wide.args[0]
+    narrow = arg(wide, 0, "input")
     if not _ok(narrow, 5) or not _is_one(shape(narrow)[2]) or not _only_dim_grows(narrow, wide, 2):
         return None
     b, h, n, s, d = shape(wide)
@@ -44,12 +44,12 @@ def _expand_reshape(node: Node) -> Node | None:
 def _without_new_dim(narrow: Node) -> Node | None:
     """``x`` of ``x[:, :, None]`` or ``x.unsqueeze(2)``."""
     if op(narrow) == "unsqueeze" and normal_dim(narrow, arg(narrow, 1, "dim")) == 2:
-        return narrow.args[0]
+        return arg(narrow, 0, "input")
     if op(narrow) == "getitem" and isinstance(narrow.args[1], tuple):
         items = [i for i in narrow.args[1] if i is not Ellipsis]
         whole = [i for i in items if i is not None]
         if items[:3] == [slice(None), slice(None), None] and all(i == slice(None) for i in whole):
-            return narrow.args[0] if _ok(narrow.args[0], 4) else None
+            return arg(narrow, 0, "input") if _ok(arg(narrow, 0, "input"), 4) else None
     return None
 
 
@@ -57,14 +57,14 @@ def _repeat_interleave(node: Node) -> Node | None:
     if op(node) != "repeat_interleave" or not _ok(node, 4) or not isinstance(arg(node, 1, "repeats"), int):
         return None
     dim = arg(node, 2, "dim")
-    return node.args[0] if dim is not None and normal_dim(node, dim) == 1 else None
+    return arg(node, 0, "input") if dim is not None and normal_dim(node, dim) == 1 else None
 
 
 def _one_head(node: Node) -> Node | None:
     """Repeating or expanding a single head is the same in any order."""
     if op(node) not in ("repeat", "expand", "broadcast_to", "expand_as") or not _ok(node, 4):
         return None
-    source = node.args[0]
+    source = arg(node, 0, "input")
     if not _ok(source, 4) or not _is_one(shape(source)[1]) or not _only_dim_grows(source, node, 1):
         return None
     return source

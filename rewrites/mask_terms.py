@@ -1,6 +1,6 @@
 """Turn the masks of one attention into terms: causal, window, padding; whatever cannot be read is streamed.
 
-    and(k <= q + off, k > q + off - W, pad[b, k])  ->  q_offset=off, window_right=0, window_left=W-1, paddings=[pad]
+and(k <= q + off, k > q + off - W, pad[b, k])  ->  q_offset=off, window_right=0, window_left=W-1, paddings=[pad]
 """
 
 from __future__ import annotations
@@ -10,24 +10,23 @@ from typing import Any
 
 from torch.fx import Node
 
+from attnpatch.affine import Affine
 from attnpatch.graph import Writes, shape
 from attnpatch.masking import is_excluding
-from attnpatch.affine import Affine
-from attnpatch.rewrites.pullback import (
+from attnpatch.rewrites.expressions import (
     And,
     AtLeastZero,
     Const,
     Load,
     Not,
     Or,
-    Pullback,
     Sum,
     Unknown,
     Where,
     as_condition,
-    broadcast,
     number,
 )
+from attnpatch.rewrites.pullback import Pullback, broadcast
 from attnpatch.rule import Streamed, Terms
 
 
@@ -61,7 +60,8 @@ class MaskReader:
             conditions = [Unknown]
         if kind == "hide":
             conditions = [Not(c) for c in conditions]
-        if not all([self._constrain(c) for c in conditions]):
+        understood = [self._constrain(c) for c in conditions]  # all of them: what is a term still skips blocks
+        if not all(understood):
             self.streamed.append(self.masks[-1])
 
     def _constrain(self, condition: Any) -> bool:
@@ -194,4 +194,3 @@ def words(terms: Terms) -> str:
         kind = "bias" if mask.kind == "additive" else "mask"
         said.append(f"streamed {kind} [{', '.join(str(s) for s in shape(mask.node))}]")
     return ", ".join(said) or "none"
-

@@ -24,23 +24,23 @@ def peel(node: Node) -> Node:
 
 def _upcast_or_copy(node: Node) -> Node | None:
     """``x.float()``, ``x.contiguous()``: kernels multiply in x's dtype, accumulate in fp32 and take any strides."""
-    if op(node) not in ("to", "float", "type", "contiguous", "double") or not is_tensor(node.args[0]):
+    if op(node) not in ("to", "float", "type", "contiguous", "double") or not is_tensor(arg(node, 0, "input")):
         return None
-    narrow, wide = value(node.args[0]).dtype, value(node).dtype
+    narrow, wide = value(arg(node, 0, "input")).dtype, value(node).dtype
     kept = narrow == wide or (wide == torch.float32 and narrow in (torch.float16, torch.bfloat16))
-    return node.args[0] if kept and value(node).device == value(node.args[0]).device else None
+    return arg(node, 0, "input") if kept and value(node).device == value(arg(node, 0, "input")).device else None
 
 
 def _cat_with_empty(node: Node) -> Node | None:
     """``cat([torch.tensor([]), x])``: the first update of a dynamic cache."""
     if op(node) != "cat":
         return None
-    parts = [p for p in arg(node, 0, "tensors") if not (shape(p) == torch.Size([0]))]
+    parts = [p for p in arg(node, 0, "tensors") if shape(p) != torch.Size([0])]
     return parts[0] if len(parts) == 1 else None
 
 
 def unrepeated(k: Node, v: Node) -> tuple[Node, Node]:
-    """k and v without a repeat of their heads, when both repeat equally often; else as they are."""
+    """K and v without a repeat of their heads, when both repeat equally often; else as they are."""
     k, v = peel(k), peel(v)
     k_source, v_source = peel_repeat(k), peel_repeat(v)
     if k_source is None or v_source is None or shape(k_source)[1] != shape(v_source)[1]:
@@ -50,17 +50,22 @@ def unrepeated(k: Node, v: Node) -> tuple[Node, Node]:
 
 def transposed(node: Node) -> Node | None:
     """``x`` when ``node`` is x with its last two dimensions swapped."""
-    if op(node) in ("mT",) or (op(node) == "getattr" and node.args[1] == "mT"):
-        return node.args[0]
+    if op(node) in ("mT",) or (op(node) == "getattr" and arg(node, 1, "other") == "mT"):
+        return arg(node, 0, "input")
     rank = len(shape(node))
     if op(node) == "transpose":
         dims = {normal_dim(node, arg(node, i, f"dim{i - 1}")) for i in (1, 2)}
-        return node.args[0] if dims == {rank - 1, rank - 2} else None
+        return arg(node, 0, "input") if dims == {rank - 1, rank - 2} else None
     if op(node) == "permute":
-        dims_arg = node.args[1] if len(node.args) == 2 and not isinstance(node.args[1], int) else node.args[1:]
-        order = [d % rank for d in (node.kwargs.get("dims") or dims_arg)]
-        return node.args[0] if order == [*range(rank - 2), rank - 1, rank - 2] else None
+        order = [d % rank for d in _permutation(node)]
+        return arg(node, 0, "input") if order == [*range(rank - 2), rank - 1, rank - 2] else None
     return None
+
+
+def _permutation(node: Node) -> Any:
+    """The dims of a permute, given as one tuple or one by one."""
+    dims = arg(node, 1, "dims")
+    return node.args[1:] if isinstance(dims, int) else dims
 
 
 def check_shapes(q: Node, k_shape: Sequence[Any], v: Node, k: Node, product: Node, output: Node) -> None:

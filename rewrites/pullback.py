@@ -12,91 +12,29 @@ An operation nobody knows becomes a leaf: ``Load(node, indices)``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from attnpatch.graph import CASTS, Writes, arg, normal_dim, op, shape, value
 from attnpatch.affine import Affine, scalar_affine
-
-
-@dataclass(frozen=True)
-class Const:
-    """A constant element."""
-
-    value: float
-
-
-@dataclass(frozen=True)
-class Load:
-    """Element ``node[indices]`` of a tensor that stays opaque."""
-
-    node: Node
-    indices: tuple[Affine, ...]
-
-
-@dataclass(frozen=True)
-class AtLeastZero:
-    """``expression >= 0``."""
-
-    expression: Affine
-
-
-@dataclass(frozen=True)
-class Magnitude:
-    """``|expression|`` of an integer expression."""
-
-    expression: Affine
-
-
-@dataclass(frozen=True)
-class And:
-    """Conjunction."""
-
-    left: Any
-    right: Any
-
-
-@dataclass(frozen=True)
-class Or:
-    """Disjunction."""
-
-    left: Any
-    right: Any
-
-
-@dataclass(frozen=True)
-class Not:
-    """Negation of a boolean expression."""
-
-    operand: Any
-
-
-@dataclass(frozen=True)
-class Where:
-    """``then`` where ``condition`` holds, else ``otherwise``."""
-
-    condition: Any
-    then: Any
-    otherwise: Any
-
-
-@dataclass(frozen=True)
-class Sum:
-    """Sum of two real-valued expressions."""
-
-    left: Any
-    right: Any
-
-
-BOOLEAN = (AtLeastZero, And, Or, Not)
-
-
-class Unknown(Exception):  # noqa: N818
-    """An operation whose element has no expression here."""
+from attnpatch.graph import CASTS, Writes, arg, normal_dim, op, shape, value
+from attnpatch.rewrites.expressions import (
+    BOOLEAN,
+    And,
+    AtLeastZero,
+    Const,
+    Load,
+    Magnitude,
+    Not,
+    Or,
+    Sum,
+    Unknown,
+    Where,
+    as_condition,
+    number,
+)
 
 
 class Pullback:
@@ -162,23 +100,6 @@ def _constant(x: Any) -> Any:
     raise Unknown(x)
 
 
-def number(x: Any) -> float | None:
-    """The value of a constant expression, else None."""
-    if isinstance(x, Const):
-        return x.value
-    return float(x.constant) if isinstance(x, Affine) and x.is_constant else None
-
-
-def as_condition(x: Any) -> Any:
-    """``x != 0`` as a boolean expression."""
-    if isinstance(x, (*BOOLEAN, Load)):
-        return x
-    constant = number(x)
-    if constant is None:
-        raise Unknown(x)
-    return Const(float(constant != 0))
-
-
 def _binary(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> tuple[Any, Any]:
     left, right = arg(node, 0, "input"), arg(node, 1, "other")
     return pull.operand(node, left, indices), pull.operand(node, right, indices)
@@ -224,8 +145,8 @@ def _is_bool(node: Node) -> bool:
     return value(node).dtype == torch.bool
 
 
-def _difference(node: Node, left: Any, right: Any) -> Affine | Magnitude:
-    """``left - right`` of integer expressions; the magnitude's comparisons are handled by :func:`_at_least`."""
+def _difference(node: Node, left: Any, right: Any) -> Affine:
+    """``left - right`` of integer expressions."""
     if isinstance(left, Affine) and isinstance(right, Affine):
         return left - right
     raise Unknown(node)
@@ -303,7 +224,7 @@ def _masked_fill(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any
 
 
 def _triangle(upper: bool) -> Callable[..., Any]:
-    """tril keeps column - row <= diagonal, triu keeps column - row >= diagonal."""
+    """Tril keeps column - row <= diagonal, triu keeps column - row >= diagonal."""
 
     def triangle(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
         x = pull.operand(node, arg(node, 0, "input"), indices)
@@ -353,28 +274,28 @@ def _expand(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
 
 def _unsqueeze(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
     dim = normal_dim(node, arg(node, 1, "dim"))
-    return pull.element(node.args[0], indices[:dim] + indices[dim + 1 :])
+    return pull.element(arg(node, 0, "input"), indices[:dim] + indices[dim + 1 :])
 
 
 def _transpose(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
     a, b = (normal_dim(node, arg(node, i, f"dim{i - 1}")) for i in (1, 2))
     order = list(indices)
     order[a], order[b] = order[b], order[a]
-    return pull.element(node.args[0], tuple(order))
+    return pull.element(arg(node, 0, "input"), tuple(order))
 
 
 def _reshape(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
     """Only reshapes that add or drop dimensions of size 1."""
-    source = shape(node.args[0])
+    source = shape(arg(node, 0, "input"))
     kept = [i for i, size in zip(indices, shape(node), strict=True) if not _is_one(size)]
     wide = [s for s in shape(node) if not _is_one(s)]
     if wide != [s for s in source if not _is_one(s)]:
         raise Unknown(node)
-    return pull.element(node.args[0], tuple(Affine() if _is_one(s) else kept.pop(0) for s in source))
+    return pull.element(arg(node, 0, "input"), tuple(Affine() if _is_one(s) else kept.pop(0) for s in source))
 
 
 def _getitem(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
-    source, items = node.args[0], node.args[1]
+    source, items = arg(node, 0, "input"), arg(node, 1, "other")
     if not isinstance(value(source), Tensor):
         raise Unknown(node)
     items = list(items) if isinstance(items, tuple) else [items]
@@ -416,9 +337,7 @@ def _position(node: Node, item: Any, size: Any) -> Affine:
     return position
 
 
-def _gather(
-    pull: Pullback, node: Node, source: Node, items: list[Any], indices: tuple[Affine, ...]
-) -> Any:
+def _gather(pull: Pullback, node: Node, source: Node, items: list[Any], indices: tuple[Affine, ...]) -> Any:
     """Advanced indexing ``source[t0, t1, ...]`` by integer tensors in the leading dimensions."""
     tensors = [i for i in items if isinstance(i, Node)]
     if len(tensors) != len(items) or any(value(t).dtype == torch.bool for t in tensors):
@@ -432,17 +351,35 @@ def _gather(
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
-    "arange": _arange, "getitem": _getitem, "expand": _expand, "expand_as": _expand, "broadcast_to": _expand,
-    "unsqueeze": _unsqueeze, "transpose": _transpose, "view": _reshape, "reshape": _reshape, "squeeze": _reshape,
-    "add": _add, "sub": _sub, "mul": _mul, "abs": _abs,
-    "ge": _comparison(False, 0), "gt": _comparison(False, 1), "le": _comparison(True, 0), "lt": _comparison(True, 1),
-    "ne": _ne, "eq": _eq, "and": _logical(And), "or": _logical(Or), "not": _not,
-    "where": _where, "masked_fill": _masked_fill, "tril": _triangle(False), "triu": _triangle(True),
-    "ones": _filled(lambda n: 1), "new_ones": _filled(lambda n: 1), "ones_like": _filled(lambda n: 1),
-    "zeros": _filled(lambda n: 0), "new_zeros": _filled(lambda n: 0), "zeros_like": _filled(lambda n: 0),
-    "full": _filled(lambda n: arg(n, 1, "fill_value")), "new_full": _filled(lambda n: arg(n, 2, "fill_value")),
-    "full_like": _filled(lambda n: arg(n, 1, "fill_value")), "tensor": _filled(lambda n: arg(n, 0, "data")),
+    "arange": _arange,
+    "getitem": _getitem,
+    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
+    "unsqueeze": _unsqueeze,
+    "transpose": _transpose,
+    **dict.fromkeys(("view", "reshape", "squeeze"), _reshape),
+    "add": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "abs": _abs,
+    "ge": _comparison(False, 0),
+    "gt": _comparison(False, 1),
+    "le": _comparison(True, 0),
+    "lt": _comparison(True, 1),
+    "ne": _ne,
+    "eq": _eq,
+    "and": _logical(And),
+    "or": _logical(Or),
+    "not": _not,
+    "where": _where,
+    "masked_fill": _masked_fill,
+    "tril": _triangle(False),
+    "triu": _triangle(True),
+    **dict.fromkeys(("ones", "new_ones", "ones_like"), _filled(lambda n: 1)),
+    **dict.fromkeys(("zeros", "new_zeros", "zeros_like"), _filled(lambda n: 0)),
+    **dict.fromkeys(("full", "full_like"), _filled(lambda n: arg(n, 1, "fill_value"))),
+    "new_full": _filled(lambda n: arg(n, 2, "fill_value")),
+    "tensor": _filled(lambda n: arg(n, 0, "data")),
     "scalar_tensor": _filled(lambda n: arg(n, 0, "s")),
-    **dict.fromkeys(CASTS, _cast), "bool": _cast, "int": _cast, "long": _cast,
-}  # fmt: skip
+    **dict.fromkeys((*CASTS, "bool", "int", "long"), _cast),
+}
 """How each operation's element follows from its inputs' elements. A new mask spelling is one line here."""

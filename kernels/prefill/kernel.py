@@ -132,7 +132,6 @@ def _prefill_kernel(
     for run in tl.static_range(FIRST_RUN, 3):
         for n in tl.range(runs[run], runs[run + 1], BLOCK_N):
             k_tile = load_rows(k, k_strides, b, h_kv, n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D)
-            v_tile = load_rows(v, v_strides, b, h_kv, n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
             s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
             if NATURAL:
                 s = natural_scores(s, sm_scale, softcap)
@@ -152,9 +151,10 @@ def _prefill_kernel(
                     s, visible = apply_mask_tile(s, visible, pointers, inside)
                     live = live & (tl.max(visible.to(tl.int32), axis=0) > 0)
                 s = tl.where(visible, s, float("-inf"))
-                if HAS_BAND or HAS_TILE_TERMS:  # a cache tail may hold NaN, and 0 * NaN is NaN
-                    v_tile = tl.where(live[:, None], v_tile, 0.0)
             p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, scale)
+            v_tile = load_rows(v, v_strides, b, h_kv, n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+            if run != 1 and (HAS_BAND or HAS_TILE_TERMS):  # a cache tail may hold NaN, and 0 * NaN is NaN
+                v_tile = tl.where(live[:, None], v_tile, 0.0)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
 
     store_rows(o, o_strides, b, h, m, seqlen_q, normalised(acc, l_i), HEAD_DIM_V, BLOCK_M, BLOCK_DV)

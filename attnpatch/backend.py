@@ -1,0 +1,85 @@
+"""The torch.compile backend: rewrite a Dynamo graph, hand the rest on, count what each run dispatched.
+
+Matching and counting happen here and not in an Inductor pass: Inductor skips its passes on a warm compile cache,
+and under CUDA graphs no operator's Python runs, but the callable returned here always does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+import attnpatch.ops  # noqa: F401  (registers the operator)
+from attnpatch import dispatch
+from attnpatch.errors import AttentionNotPatched
+from attnpatch.options import Options, from_compile
+from attnpatch.reporting import Collector, GraphRecord
+from attnpatch.rewriter import rewrite_graph
+
+log = logging.getLogger("attnpatch")
+
+COMPILED = Collector()
+"""Graphs of everything compiled with the bare backend in this process."""
+
+
+def attnpatch_backend(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **_: Any,
+) -> Callable[..., Any]:
+    """``torch.compile(model, backend="attnpatch", mode=..., options=...)``.
+
+    Args:
+        gm: the Dynamo graph; it is rewritten in place.
+        example_inputs: its inputs.
+        mode: goes to Inductor unchanged, and implies ``rest="inductor"``.
+        options: attnpatch's (see :class:`attnpatch.options.Options`) and Inductor's.
+
+    Raises:
+        AttentionNotPatched: under ``strict``, when a site is refused (torch wraps it in BackendCompilerFailed).
+        ValueError: an unknown option, or a value that is not allowed.
+    """
+    return compile_graph(gm, example_inputs, from_compile(mode, options), COMPILED)
+
+
+def compile_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, collector: Collector
+) -> Callable[..., Any]:
+    """Rewrite ``gm``, give the rest to ``options.rest``, and return the callable that runs and counts it."""
+    sites = rewrite_graph(gm.graph, ",".join(options.backends))
+    gm.recompile()
+    refused = [f"{site.module or site.place}: {site.reason} [{site.place}]" for site in sites if not site.fused]
+    for sentence in refused:
+        log.warning("attention stays unfused: %s", sentence)
+    record = GraphRecord(sites, (x for x in example_inputs if isinstance(x, nn.Parameter)))
+    collector.graphs.append(record)
+    if refused and options.strict:
+        raise AttentionNotPatched(refused)
+    return _counted(_compile_rest(gm, example_inputs, options), record, collector)
+
+
+def _compile_rest(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    if options.rest == "eager":
+        return gm.forward
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=dict(options.inductor))
+    return compiled
+
+
+def _counted(function: Callable[..., Any], record: GraphRecord, collector: Collector) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        collector.runs += 1
+        with dispatch.recording() as recorded:
+            result = function(*args)
+        record.count(recorded.dispatches, recorded.bytes_avoided)
+        return result
+
+    return run

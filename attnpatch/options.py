@@ -1,0 +1,97 @@
+"""The options of every way in, their environment twins, and how torch.compile's arguments map to them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from attnpatch.dispatch import check_names
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user can choose; the same names everywhere.
+
+    Args:
+        strict: raise AttentionNotPatched when any attention stays unfused (env ``ATTNPATCH_STRICT``).
+        backends: the backends that may run, in order; a named backend never falls back silently
+            (env ``ATTNPATCH_BACKENDS``, comma-separated). Empty: all.
+        rest: who runs the rest of the graph: "eager" starts fast, "inductor" compiles it.
+        log_level: of the logger "attnpatch": "debug", "info", "warning" or "error" (env ``ATTNPATCH_LOG``).
+        inductor: options that go to Inductor as they are.
+    """
+
+    strict: bool = field(default_factory=lambda: os.environ.get("ATTNPATCH_STRICT", "") not in ("", "0"))
+    backends: tuple[str, ...] = field(default_factory=lambda: _split(os.environ.get("ATTNPATCH_BACKENDS", "")))
+    rest: str = "eager"
+    log_level: str = field(default_factory=lambda: os.environ.get("ATTNPATCH_LOG", "warning").lower())
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "backends", check_names(_split(self.backends)))
+        if self.rest not in ("eager", "inductor"):
+            raise ValueError(f"rest={self.rest!r} is neither 'eager' nor 'inductor'")
+        if self.log_level not in LOG_LEVELS:
+            raise ValueError(f"log_level={self.log_level!r} is none of {', '.join(LOG_LEVELS)}")
+        logging.getLogger("attnpatch").setLevel(self.log_level.upper())
+
+
+def _split(names: str | Sequence[str]) -> tuple[str, ...]:
+    if isinstance(names, str):
+        return tuple(name.strip() for name in names.split(",") if name.strip())
+    return tuple(names)
+
+
+OWN_NAMES = tuple(f.name for f in fields(Options) if f.name != "inductor")
+
+
+def from_keywords(options: Mapping[str, Any]) -> Options:
+    """Options given as keywords to ``patch``.
+
+    Raises:
+        TypeError: a name is not an option.
+        ValueError: a value is not allowed.
+    """
+    for name in options:
+        if name not in OWN_NAMES:
+            raise TypeError(f"unknown option {name!r}; the options are {', '.join(OWN_NAMES)}")
+    return Options(**options)
+
+
+def from_compile(mode: str | None, options: Mapping[str, Any] | None) -> Options:
+    """Options given through ``torch.compile(mode=, options=)``; Inductor's imply ``rest="inductor"``.
+
+    Raises:
+        ValueError: a name is neither ours nor Inductor's.
+    """
+    given = dict(options or {})
+    own = {name: given.pop(name) for name in OWN_NAMES if name in given}
+    inductor = _mode_options(mode) if mode else {}
+    if given:
+        _check_inductor_names(given)
+        inductor.update(given)
+    if mode or given:
+        own["rest"] = "inductor"
+    return Options(**own, inductor=inductor)
+
+
+def _mode_options(mode: str) -> dict[str, Any]:
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
+def _check_inductor_names(given: Mapping[str, Any]) -> None:
+    from torch._inductor import list_options
+
+    known = set(list_options())
+    for name in given:
+        if name.replace("-", "_") not in known:
+            raise ValueError(
+                f"unknown option {name!r}: neither attnpatch's ({', '.join(OWN_NAMES)}) nor one of Inductor's"
+            )

@@ -1,0 +1,217 @@
+"""``patch``: make one model's own calls run rewritten graphs, reversibly and without touching its state.
+
+What is set is the instance's ``_compiled_call_impl``, as ``nn.Module.compile`` does: ``state_dict``, pickle and
+``save_pretrained`` do not see it, and a deepcopy or an unpickled model is unpatched. Replacing ``forward`` would
+make a deepcopy run the original's weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
+
+from attnpatch.backend import COMPILED, compile_graph, log
+from attnpatch.errors import AttentionNotPatched
+from attnpatch.options import Options, from_keywords
+from attnpatch.reporting import Collector, Report
+
+Model = TypeVar("Model", bound=nn.Module)
+
+RECOMPILE_LIMIT = 64
+"""Graphs per model. Dynamo's 8 is too few for one honest run: batch 1, 4 and a beam, each with its lengths."""
+
+_serial = itertools.count()
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
+
+
+def _own_code(serial: int) -> Callable[..., Any]:
+    """``_call`` with a code object of its own.
+
+    Dynamo counts recompiles per code object, and every Hugging Face model shares one: from the fifth model on, two
+    lengths each, they would run eager in silence. It also keys its memory of dynamic shapes by the name.
+    """
+    name = f"attnpatch_call_{serial}"
+    return types.FunctionType(_call.__code__.replace(co_name=name), _call.__globals__, name)
+
+
+class Patched:
+    """The callable installed on a model: runs it compiled by attnpatch and watches for what runs past.
+
+    Args:
+        module: the model.
+        options: the patch's options.
+        collector: where graphs and gaps are counted.
+        previous: the ``_compiled_call_impl`` found, to be put back; None if there was none.
+    """
+
+    def __init__(self, module: nn.Module, options: Options, collector: Collector, previous: Any) -> None:
+        self.module, self.options, self.collector, self.previous = module, options, collector, previous
+        self.compiled = torch.compile(_own_code(next(_serial)), backend=self._backend, **_limit_argument())
+
+    def _backend(self, gm: torch.fx.GraphModule, example_inputs: Any, **_: Any) -> Callable[..., Any]:
+        return compile_graph(gm, example_inputs, self.options, self.collector)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model compiled."""
+        return self._run(*args, **kwargs)
+
+    @torch._dynamo.disable
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        runs, breaks = self.collector.runs, _graph_breaks()
+        try:
+            with _limit_context():
+                result = self.compiled(self.module, *args, **kwargs)
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, AttentionNotPatched):
+                raise error.inner_exception from None
+            raise
+        self._note_gaps(runs, breaks)
+        return result
+
+    def _note_gaps(self, runs: int, breaks: dict[str, int]) -> None:
+        place = type(self.module).__name__
+        for reason, count in _graph_breaks().items():
+            if count > breaks.get(reason, 0):
+                self._gap("graph break", f"{place}: {reason.splitlines()[0]}")
+        if self.collector.runs == runs:
+            full = len(self.collector.graphs) >= RECOMPILE_LIMIT
+            self._gap("recompile limit" if full else "skipped frame", f"{place}, which ran eagerly")
+
+    def _gap(self, kind: str, place: str) -> None:
+        if not self.collector.gaps[kind, place]:
+            log.warning("attention may run unfused: %s at %s", kind, place)
+        self.collector.gaps[kind, place] += 1
+        if self.options.strict:
+            raise AttentionNotPatched([f"{kind} at {place}"])
+
+
+def _graph_breaks() -> dict[str, int]:
+    return dict(counters["graph_break"])
+
+
+_HAS_LIMIT_ARGUMENT = "recompile_limit" in inspect.signature(torch.compile).parameters
+
+
+def _limit_argument() -> dict[str, Any]:
+    return {"recompile_limit": RECOMPILE_LIMIT} if _HAS_LIMIT_ARGUMENT else {}
+
+
+def _limit_context() -> AbstractContextManager[Any]:
+    """The limit around a call, for torch versions whose ``torch.compile`` takes none (2.11)."""
+    if _HAS_LIMIT_ARGUMENT:
+        return nullcontext()
+    return torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT)
+
+
+def _targets(model: nn.Module) -> list[nn.Module]:
+    """The model, and under a PEFT wrapper also its base: ``generate`` calls that one."""
+    unwrap: Any = getattr(model, "get_base_model", None)
+    base = unwrap() if unwrap else model
+    return [model] if base is model else [model, base]
+
+
+def patch(model: Model, **options: Any) -> Model:
+    """Make ``model(...)``, ``model.generate(...)`` and pipelines run with fused attention.
+
+    Works in place and is reversible with :func:`unpatch`. Graphs are made at the first calls.
+
+    Args:
+        model: any ``nn.Module``.
+        options: see :class:`attnpatch.options.Options`.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: ``model`` is not a module, or an option is unknown.
+        ValueError: an option's value is not allowed, or the model is patched already.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"patch takes a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise TypeError(
+            "patch takes the model itself, not what torch.compile(model) returned: its generate() runs the original"
+        )
+    targets = _targets(model)
+    if any(_patch_of(target) for target in targets):
+        raise ValueError(f"this {type(model).__name__} is patched already; call attnpatch.unpatch(model) first")
+    chosen, collector = from_keywords(options), Collector()
+    for target in targets:
+        previous = target.__dict__.get("_compiled_call_impl")
+        target._compiled_call_impl = Patched(target, chosen, collector, previous)
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Take the patch off; what was installed before it is put back.
+
+    Raises:
+        ValueError: the model is not patched.
+    """
+    if not _patch_of(model):
+        raise ValueError(f"this {type(model).__name__} is not patched")
+    for target in _targets(model):
+        patched = _patch_of(target)
+        if patched:
+            del target.__dict__["_compiled_call_impl"]
+            if patched.previous is not None:
+                target._compiled_call_impl = patched.previous
+    return model
+
+
+@contextmanager
+def patched(model: Model, **options: Any) -> Iterator[Model]:
+    """Patch ``model`` inside a ``with`` block; takes what :func:`patch` takes."""
+    patch(model, **options)
+    try:
+        yield model
+    finally:
+        unpatch(model)
+
+
+def _patch_of(model: nn.Module) -> Patched | None:
+    found = model.__dict__.get("_compiled_call_impl")
+    return found if isinstance(found, Patched) else None
+
+
+def report(model: nn.Module | Callable[..., Any] | None = None) -> Report:
+    """What runs where, and why.
+
+    Args:
+        model: a patched model, or one compiled with ``backend="attnpatch"``. None: everything compiled with the
+            bare backend in this process.
+    """
+    if model is None:
+        return Report(COMPILED.graphs, COMPILED.gaps)
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"report takes a torch.nn.Module or nothing, not {type(model).__name__}")
+    found = _patch_of(model)
+    if found:
+        collector = found.collector
+        return Report(collector.graphs, collector.gaps, "" if collector.graphs else "patched, but not called yet")
+    parameters = {id(p) for p in model.parameters()}
+    graphs = [graph for graph in COMPILED.graphs if graph.belongs_to(parameters)]
+    return Report(graphs, Collector().gaps, "" if graphs else _why_no_graph(model))
+
+
+def _why_no_graph(model: nn.Module) -> str:
+    name = type(model).__name__
+    if model.__dict__.get("_compiled_call_impl") is not None:
+        return f"this {name} is compiled, but no graph of it went through attnpatch yet"
+    return (
+        f"this {name} is not patched: call attnpatch.patch(model), or model.compile(backend='attnpatch'). "
+        "A deepcopy or an unpickled model starts unpatched, and torch.compile(model).generate() runs the original."
+    )

@@ -1,0 +1,26 @@
+"""Every test runs on a CPU: Triton kernels in its interpreter, which must be chosen before triton is imported."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _clean_dynamo():
+    """Compiled code and recompile counts of one test must not reach the next."""
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_environment_twins(monkeypatch):
+    for name in ("ATTNPATCH_STRICT", "ATTNPATCH_BACKENDS", "ATTNPATCH_LOG"):
+        monkeypatch.delenv(name, raising=False)
