@@ -237,4 +237,5 @@ def _erasable(node: Node) -> bool:
 def _is_private(target: Node) -> bool:
     """Whether written memory is a temporary that nobody else reads (Falcon scales its scores in place)."""
     base = root(target)
-    return base.op == "call_function" and op(base) in ("matmul", "bmm", "baddbmm") and len(base.users) <= 1
+    fresh = ("matmul", "bmm", "baddbmm", "mul", "div", "add", "sub", "tanh", "masked_fill", "where")
+    return op(base) in fresh and len(base.users) <= 1

@@ -38,7 +38,11 @@ def _batched(product: Node) -> bool:
     return all(len(shape(x)) >= 3 for x in tensors)
 
 
-_CARRIERS = (*CASTS, "dropout", "view", "reshape", "getitem", "transpose", "permute", "flatten")
+_CARRIERS = frozenset(CASTS) | frozenset(
+    "dropout view reshape getitem transpose permute flatten unsqueeze squeeze cat "
+    "mul mul_ div div_ add add_ sub sub_ masked_fill masked_fill_ where tril triu nan_to_num".split()
+)
+"""What may stand between a softmax and its product for the site to be reported, most often as refused."""
 
 
 def _product_below(node: Node, depth: int = 8) -> bool:
@@ -58,7 +62,7 @@ def match(softmax: Node, writes: Writes) -> Site:
         raise Refused(f"softmax is over dim {arg(softmax, 1, 'dim')}, not over the keys ({place(softmax)})")
     fold = Fold(MaskReader(rank, (shape(softmax)[-2], shape(softmax)[-1]), writes))
     product = fold.walk(arg(softmax, 0, "input"))
-    _check_readers(fold.interior, {*fold.interior, softmax}, "scores")
+    _check_readers(fold.interior, {*fold.interior, softmax, *below}, "scores")  # below: type_as(scores)
     k_transposed = _unscaled(arg(product, 1, "other"), fold)
     k = transposed(k_transposed)
     q, v = peel(arg(product, 0, "input")), arg(anchor, 1, "other")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from attnpatch.affine import Affine
+from attnpatch.graph import value
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Sum:
 
 
 BOOLEAN = (AtLeastZero, And, Or, Not)
+INTEGER = (Affine, Magnitude)
 
 
 class Unknown(Exception):
@@ -97,7 +101,59 @@ def as_condition(x: Any) -> Any:
     """``x != 0`` as a boolean expression."""
     if isinstance(x, (*BOOLEAN, Load)):
         return x
+    if isinstance(x, Where):
+        then, otherwise = as_condition(x.then), as_condition(x.otherwise)
+        return disjunction(conjunction(x.condition, then), conjunction(negation(x.condition), otherwise))
     constant = number(x)
     if constant is None:
         raise Unknown(x)
     return Const(float(constant != 0))
+
+
+def conjunction(left: Any, right: Any) -> Any:
+    """``left and right`` of boolean expressions, constants folded."""
+    for constant, other in ((number(left), right), (number(right), left)):
+        if constant is not None:
+            return other if constant else Const(0.0)
+    return And(left, right)
+
+
+def disjunction(left: Any, right: Any) -> Any:
+    """``left or right`` of boolean expressions, constants folded."""
+    for constant, other in ((number(left), right), (number(right), left)):
+        if constant is not None:
+            return Const(1.0) if constant else other
+    return Or(left, right)
+
+
+def negation(x: Any) -> Any:
+    """``not x`` of a boolean expression, constants folded."""
+    constant = number(x)
+    if constant is not None:
+        return Const(float(not constant))
+    return x.operand if isinstance(x, Not) else Not(x)
+
+
+def leafwise(x: Any, function: Callable[[float], float]) -> Any:
+    """``function`` of a value that is one of few constants: (1 - Where(c, 1, 0)) is Where(c, 0, 1)."""
+    if isinstance(x, Where):
+        return Where(x.condition, leafwise(x.then, function), leafwise(x.otherwise, function))
+    if isinstance(x, BOOLEAN) or (isinstance(x, Load) and value(x.node).dtype == torch.bool):
+        return Where(x, Const(float(function(1.0))), Const(float(function(0.0))))
+    constant = number(x)
+    if constant is None:
+        raise Unknown(x)
+    return Const(float(function(constant)))
+
+
+def survives_cast(x: Any, source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether casting ``x``, an expression in dtype ``source``, to ``target`` (not bool) leaves it what it is."""
+    if isinstance(x, INTEGER):  # int8 wraps, bfloat16 rounds from 257 on
+        return target in (torch.int32, torch.int64, torch.float32, torch.float64)
+    if isinstance(x, Where):
+        return all(survives_cast(branch, source, target) for branch in (x.then, x.otherwise))
+    if isinstance(x, Const):
+        return target.is_floating_point or (x.value.is_integer() and target != torch.uint8)
+    if isinstance(x, (Load, Sum)):
+        return torch.promote_types(source, target) == target
+    return True

@@ -11,6 +11,7 @@ An operation nobody knows becomes a leaf: ``Load(node, indices)``.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -22,18 +23,23 @@ from attnpatch.affine import Affine, scalar_affine
 from attnpatch.graph import CASTS, Writes, arg, normal_dim, op, shape, value
 from attnpatch.rewrites.expressions import (
     BOOLEAN,
+    INTEGER,
     And,
     AtLeastZero,
     Const,
     Load,
     Magnitude,
     Not,
-    Or,
     Sum,
     Unknown,
     Where,
     as_condition,
+    conjunction,
+    disjunction,
+    leafwise,
+    negation,
     number,
+    survives_cast,
 )
 
 
@@ -118,10 +124,13 @@ def _sub(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
     left, right = _binary(pull, node, indices)
     if isinstance(left, Affine) and isinstance(right, Affine):
         return left - right
-    if number(left) == 1.0 and isinstance(right, BOOLEAN):
-        return Not(right)
-    if number(left) == 1.0 and isinstance(right, Load) and value(right.node).dtype == torch.bool:
-        return Not(right)
+    minuend, subtrahend = number(left), number(right)
+    if value(node).dtype == torch.uint8:  # wraps below zero
+        raise Unknown(node)
+    if minuend is not None:
+        return leafwise(right, lambda x: minuend - x)
+    if subtrahend is not None:
+        return leafwise(left, lambda x: x - subtrahend)
     raise Unknown(node)
 
 
@@ -132,13 +141,11 @@ def _mul(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
     if isinstance(left, Affine) and isinstance(right, Affine) and right.is_constant:
         return left * right.constant
     if isinstance(left, (*BOOLEAN, Load)) and isinstance(right, (*BOOLEAN, Load)) and _is_bool(node):
-        return And(left, right)
+        return conjunction(left, right)
     factor = number(right)
-    if factor is not None and isinstance(left, BOOLEAN):
-        return Where(left, Const(factor), Const(0.0))
-    if factor is not None and isinstance(left, Load) and value(left.node).dtype == torch.bool:
-        return Where(left, Const(factor), Const(0.0))
-    raise Unknown(node)
+    if factor is None:
+        raise Unknown(node)
+    return leafwise(left, lambda x: x * factor)
 
 
 def _is_bool(node: Node) -> bool:
@@ -162,28 +169,38 @@ def _at_least(node: Node, left: Any, right: Any, slack: int) -> Any:
     return AtLeastZero(_difference(node, left, right) - slack)
 
 
-def _comparison(swap: bool, slack: int) -> Callable[..., Any]:
+def _comparison(holds: Callable[[float, float], bool], swap: bool, slack: int) -> Callable[..., Any]:
     def compare(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
         left, right = _binary(pull, node, indices)
+        if not isinstance(left, INTEGER) or not isinstance(right, INTEGER):
+            return _compared(holds, left, right)
         return _at_least(node, right, left, slack) if swap else _at_least(node, left, right, slack)
 
     return compare
+
+
+def _compared(holds: Callable[[float, float], bool], left: Any, right: Any) -> Any:
+    """A comparison of a value that is one of few constants with a constant."""
+    threshold, constant = number(right), number(left)
+    if threshold is not None:
+        return as_condition(leafwise(left, lambda x: holds(x, threshold)))
+    if constant is not None:
+        return as_condition(leafwise(right, lambda x: holds(constant, x)))
+    raise Unknown(right)
 
 
 def _ne(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
     left, right = _binary(pull, node, indices)
     if number(right) == 0:
         return as_condition(left)
-    raise Unknown(node)
+    return _compared(operator.ne, left, right)
 
 
 def _eq(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
     left, right = _binary(pull, node, indices)
     if number(right) == 0:
-        return Not(as_condition(left))
-    if number(right) == 1 and (isinstance(left, BOOLEAN) or (isinstance(left, Load) and _is_bool(left.node))):
-        return left
-    raise Unknown(node)
+        return negation(as_condition(left))
+    return _compared(operator.eq, left, right)
 
 
 def _logical(make: Callable[[Any, Any], Any]) -> Callable[..., Any]:
@@ -199,7 +216,7 @@ def _logical(make: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 def _not(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
     if not _is_bool(node):
         raise Unknown(node)
-    return Not(as_condition(pull.operand(node, arg(node, 0, "input"), indices)))
+    return negation(as_condition(pull.operand(node, arg(node, 0, "input"), indices)))
 
 
 def _abs(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
@@ -233,7 +250,7 @@ def _triangle(upper: bool) -> Callable[..., Any]:
             raise Unknown(node)
         above = indices[-1] - indices[-2] - diagonal
         keep = AtLeastZero(above if upper else -above)
-        return And(keep, as_condition(x)) if _is_bool(node) else Where(keep, x, Const(0.0))
+        return conjunction(keep, as_condition(x)) if _is_bool(node) else Where(keep, x, Const(0.0))
 
     return triangle
 
@@ -242,7 +259,7 @@ def _cast(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
     x = pull.operand(node, arg(node, 0, "input"), indices)
     if _is_bool(node):
         return as_condition(x)
-    if isinstance(x, Const) and not value(node).is_floating_point() and x.value != int(x.value):
+    if not survives_cast(x, value(arg(node, 0, "input")).dtype, value(node).dtype):
         raise Unknown(node)
     return x
 
@@ -361,14 +378,14 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "sub": _sub,
     "mul": _mul,
     "abs": _abs,
-    "ge": _comparison(False, 0),
-    "gt": _comparison(False, 1),
-    "le": _comparison(True, 0),
-    "lt": _comparison(True, 1),
+    "ge": _comparison(operator.ge, False, 0),
+    "gt": _comparison(operator.gt, False, 1),
+    "le": _comparison(operator.le, True, 0),
+    "lt": _comparison(operator.lt, True, 1),
     "ne": _ne,
     "eq": _eq,
-    "and": _logical(And),
-    "or": _logical(Or),
+    "and": _logical(conjunction),
+    "or": _logical(disjunction),
     "not": _not,
     "where": _where,
     "masked_fill": _masked_fill,

@@ -17,6 +17,7 @@ from attnpatch.graph import CASTS, arg, is_scalar, is_tensor, op, place, shape, 
 from attnpatch.masking import is_excluding
 from attnpatch.rewrites.expressions import Unknown, number
 from attnpatch.rewrites.mask_terms import MaskReader
+from attnpatch.rewrites.pullback import broadcast
 
 PRODUCTS = ("matmul", "bmm")
 
@@ -46,8 +47,10 @@ class Fold:
 
     def constant(self, x: Any) -> float | None:
         """``x`` as a number if it is one: a Python number or ``torch.tensor(4.0)``."""
+        if is_tensor(x) and len(shape(x)) > len(self.masks.indices):
+            return None
         try:
-            return number(self.masks.pull.element(x, ()))
+            return number(self.masks.pull.element(x, broadcast(self.masks.indices, x) if is_tensor(x) else ()))
         except Unknown:
             return None
 
@@ -96,16 +99,10 @@ def _scale(fold: Fold, node: Node) -> Node:
     if constant is not None and constant > 0:
         fold.factor = fold.factor / constant if divides else fold.factor * constant
     elif constant is None and (is_scalar(other) or (is_tensor(other) and value(other).numel() == 1)):
-        _refuse_late_scale(fold, node)
         fold.symbolic.append((other, "div" if divides else "mul"))
     else:
         raise Refused(f"the scores are multiplied by {_said(other)} at {place(node)}, not by a positive number")
     return path
-
-
-def _refuse_late_scale(fold: Fold, node: Node) -> None:
-    if fold.masks.masks or fold.softcap is not None:
-        raise Refused(f"a scale known only at run time applies after the mask or softcap ({place(node)})")
 
 
 def _said(x: Any) -> str:
@@ -121,9 +118,12 @@ def _tanh(fold: Fold, node: Node) -> Node:
     return arg(node, 0, "input")
 
 
-def _refuse_under_softcap(fold: Fold, node: Node) -> None:
+def _refuse_early_mask(fold: Fold, node: Node) -> None:
+    """A mask can only be the last thing that happens to the scores, constant factors apart."""
     if fold.softcap is not None:
         raise Refused(f"a mask is applied before the softcap ({place(node)})")
+    if fold.symbolic:
+        raise Refused(f"a mask is applied before a scale that is known only at run time ({place(node)})")
 
 
 def _add(fold: Fold, node: Node) -> Node:
@@ -132,7 +132,7 @@ def _add(fold: Fold, node: Node) -> Node:
     if arg(node, 2, "alpha", 1) != 1:
         raise Refused(f"add(alpha={arg(node, 2, 'alpha')}) at {place(node)} is not folded")
     if is_tensor(mask):
-        _refuse_under_softcap(fold, node)
+        _refuse_early_mask(fold, node)
         fold.masks.add(mask, "additive", factor)
     return path
 
@@ -156,7 +156,7 @@ def _exclude(fold: Fold, node: Node, path: Any, mask: Node, fill: Any, kind: str
         raise Refused(f"{op(node)} at {place(node)} broadcasts the scores")
     if constant is None or not is_excluding(constant):
         raise Refused(f"hidden scores become {_said(fill)} at {place(node)}, which does not exclude them")
-    _refuse_under_softcap(fold, node)
+    _refuse_early_mask(fold, node)
     fold.masks.add(mask, kind)
     return path
 

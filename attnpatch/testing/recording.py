@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map
 
@@ -124,21 +124,3 @@ def check_rewrite(
         assert (y[~rows.expand(y.shape[:-1])] == 0).all(), "a row without a visible key must be zeros"
     return backend
 
-
-class Frozen(nn.Module):
-    """A function of ``(q, k, v)`` with tensors of its own, which ``run_float64`` widens too.
-
-    Args:
-        function: called as ``function(self, q, k, v)``; reads its tensors as attributes of ``self``.
-        buffers: the tensors.
-    """
-
-    def __init__(self, function: Callable[..., Tensor], **buffers: Tensor) -> None:
-        super().__init__()
-        self.function = function
-        for name, tensor in buffers.items():
-            self.register_buffer(name, tensor)
-
-    def forward(self, *args: Any) -> Tensor:
-        """Run the function."""
-        return self.function(self, *args)

@@ -40,9 +40,7 @@ def tile_bounds(row, num_rows, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BL
 
 
 @triton.jit
-def load_rows(
-    x, strides, b, h, row, num_rows, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
-):
+def load_rows(x, strides, b, h, row, num_rows, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
     """Rows of head (b, h) as ``[BLOCK_ROWS, BLOCK_COLS]``, zeros past ``num_rows`` and past WIDTH.
 
     ``x`` is a pointer, or a tensor descriptor of ``[batch, heads, num_rows, WIDTH]`` when ``strides`` is None.
@@ -75,11 +73,7 @@ def load_padding(key_padding, strides, b, keys, seqlen_k):
 @triton.jit
 def load_offset(q_offset, offset_stride, b):
     """Position of query row 0 among the keys; a pointer when ``offset_stride`` is not None."""
-    if offset_stride is None:
-        offset = q_offset
-    else:
-        offset = tl.load(q_offset + b * offset_stride).to(tl.int32)
-    return offset
+    return q_offset if offset_stride is None else tl.load(q_offset + b * offset_stride).to(tl.int32)
 
 
 @triton.jit
@@ -95,7 +89,7 @@ def in_band(first, last, keys, seqlen_k, window_left, window_right):
 
 @triton.jit
 def tanh(x):
-    """Tanh that neither overflows for large \\|x\\| nor cancels for small."""
+    """Tanh that neither overflows for large arguments nor cancels for small."""
     x2 = x * x
     series = x * (1.0 + x2 * (-1.0 / 3 + x2 * (2.0 / 15 + x2 * (-17.0 / 315 + x2 * (62.0 / 2835)))))
     saturating = 1.0 - 2.0 / (tl.math.exp2(x * (2.0 * LOG2E)) + 1.0)

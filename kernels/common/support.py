@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-@lru_cache(maxsize=None)
+@cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability; the interpreter poses as 8.0."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)

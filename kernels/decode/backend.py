@@ -11,7 +11,7 @@ from attnpatch.kernels.common import support
 
 def _refuses(call: AttentionCall) -> str | None:
     if call.seqlen_q != 1:
-        return f"{call.seqlen_q} query rows; it takes one"
+        return f"{call.seqlen_q} query rows; triton.decode takes one"
     return support.refusal(call, "triton.decode")
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from attnpatch.attention_call import AttentionCall
+from attnpatch.kernels.common.support import padded_width
 
 MAX_SPLITS = 128
 """All splits of a head are one tile of the merge."""
@@ -32,17 +33,34 @@ class DecodeConfig(NamedTuple):
         return {"BLOCK_N": self.BLOCK_N, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-CONFIGS: tuple[tuple[int, DecodeConfig], ...] = ()
-
 INTERPRETED = DecodeConfig(64, 4, 1, 1)
+
+# Keys: the wider of the padded head dims. 16 bit.
+HALF = {
+    64: DecodeConfig(128, 4, 3, 3),
+    128: DecodeConfig(64, 4, 3, 3),
+    256: DecodeConfig(32, 4, 3, 3),
+}
+
+# float32: exact products run on the plain FMA units and hold a whole row of q and k in registers; larger tiles spill.
+FLOAT32 = {
+    64: DecodeConfig(64, 4, 2, 4),
+    128: DecodeConfig(32, 8, 2, 4),
+    256: DecodeConfig(32, 8, 2, 2),
+}
 
 
 def choose_config(call: AttentionCall) -> DecodeConfig:
     """Tile shapes for ``call``, from its dtype and widest head dim."""
     if call.q.device.type == "cpu":
         return INTERPRETED
-    wide = max(call.head_dim, call.head_dim_v) * call.q.element_size()
-    return next(config for limit, config in CONFIGS if wide <= limit)
+    width = padded_width(max(call.head_dim, call.head_dim_v))
+    return table(call.q.dtype)[max(width, 64)]
+
+
+def table(dtype: torch.dtype) -> dict[int, DecodeConfig]:
+    """The tile shapes of one dtype."""
+    return FLOAT32 if dtype == torch.float32 else HALF
 
 
 def choose_num_splits(call: AttentionCall, config: DecodeConfig) -> int:
@@ -63,7 +81,7 @@ def most_visible_keys(call: AttentionCall) -> int:
     return min(call.seqlen_k, call.window_left + call.window_right + 1)
 
 
-@lru_cache(maxsize=None)
+@cache
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a device; the interpreter has one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -43,9 +43,7 @@ def _split_keys(offset, seqlen_k, window_left, window_right, split, num_splits, 
     return lo, tl.minimum(lo + share, hi)
 
 
-@triton.jit(
-    do_not_specialize=["q_offset", "window_left", "window_right", "num_kv_heads", "num_splits", "seqlen_k"]
-)
+@triton.jit(do_not_specialize=["q_offset", "window_left", "window_right", "num_kv_heads", "num_splits", "seqlen_k"])
 def _decode_split_kernel(
     q,  # [batch, num_kv_heads, GROUP_SIZE, HEAD_DIM]
     k,  # [batch, num_kv_heads, seqlen_k, HEAD_DIM]
@@ -116,9 +114,7 @@ def _decode_split_kernel(
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
 
     o_split = o + split.to(tl.int64) * o_stride_split
-    store_rows(
-        o_split, o_strides, b, h_kv, 0, GROUP_SIZE, normalised(acc, l_i), HEAD_DIM_V, BLOCK_H, BLOCK_DV
-    )
+    store_rows(o_split, o_strides, b, h_kv, 0, GROUP_SIZE, normalised(acc, l_i), HEAD_DIM_V, BLOCK_H, BLOCK_DV)
     if lse is not None:
         heads = tl.arange(0, BLOCK_H)
         num_groups = tl.num_programs(0) // num_splits

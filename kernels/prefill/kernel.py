@@ -7,8 +7,8 @@ One program owns BLOCK_M query rows of one head and walks the keys in blocks of 
 The band (causal, window, offset) cuts the keys into three runs, and keys outside of them are never loaded:
 
     lo ........ full_lo ........................ full_hi ........ hi
-       edge of         every row sees every key          diagonal, or
-       the window      (no element mask)                 the end of K
+       run 0             run 2: every row sees           run 1
+       window's edge     every key, no element mask      diagonal, or the end of K
 
 Letters: b batch, h query head, m query row, n key, d head dim.
 """
@@ -47,10 +47,8 @@ def _program_tile(seqlen_q, total_heads, heads_per_section, BLOCK_M: tl.constexp
 
 
 @triton.jit
-def _key_runs(
-    first, last, seqlen_k, window_left, window_right, HAS_TILE_TERMS: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """The four bounds of the module's picture for rows at positions first..last; multiples of BLOCK_N but hi."""
+def _key_runs(first, last, seqlen_k, window_left, window_right, HAS_TILE_TERMS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The runs of the module's picture for rows at positions first..last: bounds, multiples of BLOCK_N but hi."""
     lo = 0
     full_lo = 0
     hi = seqlen_k
@@ -67,7 +65,7 @@ def _key_runs(
     if HAS_TILE_TERMS:  # every block needs an element mask: one run
         full_lo = lo
         full_hi = lo
-    return lo, full_lo, full_hi, hi
+    return (lo, full_hi, full_lo), (full_lo, hi, full_hi)
 
 
 @triton.jit(
@@ -113,7 +111,8 @@ def _prefill_kernel(
     HAS_BAND: tl.constexpr = window_left is not None or window_right is not None
     HAS_TILE_TERMS: tl.constexpr = attn_mask is not None or key_padding is not None
     NATURAL: tl.constexpr = attn_mask is not None or softcap is not None
-    FIRST_RUN: tl.constexpr = 2 if HAS_TILE_TERMS else (1 if window_left is None else 0)
+    FIRST_RUN: tl.constexpr = 1 if HAS_TILE_TERMS or window_left is None else 0
+    LAST_RUN: tl.constexpr = 1 if HAS_TILE_TERMS else 2
 
     m_block, flat_head = _program_tile(seqlen_q, total_heads, heads_per_section, BLOCK_M)
     b, h = flat_head // num_heads, flat_head % num_heads
@@ -122,20 +121,20 @@ def _prefill_kernel(
     rows = m + tl.arange(0, BLOCK_M)
     offset = load_offset(q_offset, offset_stride, b)
     first, last = m + offset, tl.minimum(m + BLOCK_M, seqlen_q) - 1 + offset
-    runs = _key_runs(first, last, seqlen_k, window_left, window_right, HAS_TILE_TERMS, BLOCK_N)
+    starts, stops = _key_runs(first, last, seqlen_k, window_left, window_right, HAS_TILE_TERMS, BLOCK_N)
 
     scale = LOG2E if NATURAL else sm_scale * LOG2E
     q_tile = load_rows(q, q_strides, b, h, m, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for run in tl.static_range(FIRST_RUN, 3):
-        for n in tl.range(runs[run], runs[run + 1], BLOCK_N):
+    for run in tl.static_range(FIRST_RUN, LAST_RUN + 1):
+        for n in tl.range(starts[run], stops[run], BLOCK_N):
             k_tile = load_rows(k, k_strides, b, h_kv, n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D)
             s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
             if NATURAL:
                 s = natural_scores(s, sm_scale, softcap)
-            if run != 1:
+            if run != 2:
                 keys = n + tl.arange(0, BLOCK_N)
                 position = (rows + offset)[:, None]
                 visible = in_band(position, position, keys[None, :], seqlen_k, window_left, window_right)
@@ -153,7 +152,7 @@ def _prefill_kernel(
                 s = tl.where(visible, s, float("-inf"))
             p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, scale)
             v_tile = load_rows(v, v_strides, b, h_kv, n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
-            if run != 1 and (HAS_BAND or HAS_TILE_TERMS):  # a cache tail may hold NaN, and 0 * NaN is NaN
+            if run != 2 and (HAS_BAND or HAS_TILE_TERMS):  # a cache tail may hold NaN, and 0 * NaN is NaN
                 v_tile = tl.where(live[:, None], v_tile, 0.0)
             acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
 

@@ -28,9 +28,10 @@ def prefill(call: AttentionCall, config: PrefillConfig | None = None) -> Tensor:
     o = call.empty_output()
     if o.numel() == 0:
         return o
-    config = config or choose_config(call)
-    k, k_strides = _rows_argument(call.k, config.BLOCK_N)
-    v, v_strides = _rows_argument(call.v, config.BLOCK_N)
+    descriptors = uses_descriptors(call)
+    config = config or choose_config(call, descriptors)
+    k, k_strides = _rows_argument(call.k, config.BLOCK_N, descriptors)
+    v, v_strides = _rows_argument(call.v, config.BLOCK_N, descriptors)
     q_offset, offset_stride = offset_arguments(call)
     total_heads = call.batch * call.num_heads
     with torch.cuda.device_of(call.q):
@@ -68,12 +69,10 @@ def _heads_per_section(call: AttentionCall) -> int:
     return max(1, SECTION_BYTES // bytes_per_kv_head) * call.group_size
 
 
-def _rows_argument(x: Tensor, rows: int) -> tuple[Tensor | TensorDescriptor, tuple[int, ...] | None]:
-    """``x`` and its strides, or a tensor descriptor and None where the TMA unit can read its layout."""
-    if capability(x.device) < (9, 0) or not fits_descriptor(x):
-        return x, x.stride()
-    block = [1, 1, rows, padded_width(x.shape[3])]
-    return TensorDescriptor(x, list(x.shape), list(_descriptor_strides(x)), block), None
+def uses_descriptors(call: AttentionCall) -> bool:
+    """Whether the TMA unit reads K and V: it needs compute capability 9.0 and their layout; float32 spills with it."""
+    narrow = call.k.element_size() == 2
+    return narrow and capability(call.k.device) >= (9, 0) and fits_descriptor(call.k) and fits_descriptor(call.v)
 
 
 def fits_descriptor(x: Tensor) -> bool:
@@ -82,6 +81,15 @@ def fits_descriptor(x: Tensor) -> bool:
     return x.numel() > 0 and x.stride(3) == 1 and aligned and x.data_ptr() % 16 == 0
 
 
+def _rows_argument(x: Tensor, rows: int, descriptor: bool) -> tuple[Tensor | TensorDescriptor, tuple[int, ...] | None]:
+    """A tensor descriptor that reads ``rows`` rows, and None; or ``x`` itself and its strides."""
+    if not descriptor:
+        return x, x.stride()
+    block = [1, 1, rows, padded_width(x.shape[3])]
+    return TensorDescriptor(x, list(x.shape), list(_descriptor_strides(x)), block), None
+
+
 def _descriptor_strides(x: Tensor) -> tuple[int, ...]:
-    """Strides with those of dimensions of size 1, which mean nothing and may be anything, made multiples of 16."""
-    return tuple(16 if n == 1 and d < 3 else s for d, (n, s) in enumerate(zip(x.shape, x.stride(), strict=True)))
+    """Strides, but 16 where a dimension of size 1 leaves them without meaning."""
+    outer = (16 if n == 1 else stride for n, stride in zip(x.shape[:3], x.stride(), strict=False))
+    return (*outer, x.stride(3))

@@ -104,7 +104,9 @@ def _merge_masks(
     if tile.dtype == torch.bool:
         return tile if visible is None else tile & visible
     hidden = excluded(tile) if visible is None else excluded(tile) | ~visible
-    return tile.to(call.q.dtype).masked_fill(hidden, -torch.inf)
+    if tile.dtype != call.q.dtype:  # a float32 bias must not be rounded to half precision
+        tile = tile.to(torch.float64 if call.q.dtype == torch.float64 else torch.float32)
+    return tile.masked_fill(hidden, -torch.inf)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sm_scale: float) -> Tensor:

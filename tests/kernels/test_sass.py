@@ -1,0 +1,67 @@
+"""The machine code of every shipped configuration, compiled for compute capability 9.0 without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+
+HERE = Path(__file__).parent
+NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+SHARED_MEMORY = 232448  # what one program may use at 9.0
+SMALLEST_SHARED_MEMORY = 101376  # and on the smallest chips from 8.0 on
+
+pytestmark = pytest.mark.skipif(not NVDISASM.exists(), reason="this Triton ships no nvdisasm")
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Facts of each compiled kernel, by row name."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(HERE.parents[1])}
+    run = [sys.executable, str(HERE / "compile_for_hopper.py")]
+    return json.loads(subprocess.run(run, env=environment, capture_output=True, text=True, check=True).stdout)
+
+
+def named(rows, *words):
+    selected = {name: row for name, row in rows.items() if all(word in name.split() for word in words)}
+    assert selected
+    return selected
+
+
+def test_nothing_spills(rows):
+    assert {name: row["spills"] for name, row in rows.items() if row["spills"]} == {}
+
+
+def test_shared_memory(rows):
+    for name, row in rows.items():
+        assert row["shared"] <= (SHARED_MEMORY if "descriptor" in name else SMALLEST_SHARED_MEMORY), name
+
+
+def test_prefill_multiplies_by_warpgroup(rows):
+    for name, row in {**named(rows, "descriptor"), **named(rows, "prefill", "pointer")}.items():
+        assert row["wgmma"] > 0, name
+
+
+def test_products_are_not_serialised(rows):
+    """A product is several wgmma and one wait; ptxas falls back to a wait after each when it loses track."""
+    for name, row in {**named(rows, "descriptor"), **named(rows, "prefill", "pointer")}.items():
+        assert 2 * row["wgmma waits"] <= row["wgmma"], name
+
+
+def test_descriptors_become_bulk_loads(rows):
+    for name, row in named(rows, "descriptor").items():
+        assert row["tma loads"] > 0, name
+
+
+def test_decode_multiplies_on_tensor_cores(rows):
+    for name, row in named(rows, "decode", "half").items():
+        assert row["mma"] > 0, name
+
+
+def test_float32_never_does(rows):
+    """Exact products: tensor cores would round float32 to TF32."""
+    for name, row in named(rows, "float32").items():
+        assert row["mma"] == row["wgmma"] == 0, name
