@@ -37,8 +37,8 @@ bench:
 wheel: $(READY)
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
-	$(BIN)/python -m pip install --quiet --no-deps --target dist/site dist/*.whl
-	cd dist && PYTHONPATH=site ../$(BIN)/python -P -c "import attnpatch.kernels; print(attnpatch.__file__)"
+	$(BIN)/python -m pip install --quiet --no-deps --target dist/installed dist/*.whl
+	cd dist && PYTHONPATH=installed ../$(BIN)/python -c "import attnpatch.kernels; print(attnpatch.__file__)"
 
 dev: $(READY)
 

@@ -201,6 +201,11 @@ class Writes:
         base = root(read)
         return any(written is base for _, written in self.writes)
 
+    def version(self, read: Node, at: Node) -> int:
+        """How often ``read``'s memory was written before ``at``."""
+        base, high = root(read), self.position[at]
+        return sum(written is base and self.position[writer] < high for writer, written in self.writes)
+
     def between(self, read: Node, start: Node, stop: Node) -> Node | None:
         """The first write to ``read``'s memory after ``start`` and before ``stop``, or None."""
         base, low, high = root(read), self.position[start], self.position[stop]

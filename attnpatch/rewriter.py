@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,13 +97,15 @@ def _record(site: Site, rule: Rule, module: str, where: str) -> SiteRecord:
 
 def _check_writes(site: Site, writes: Writes) -> None:
     """Refuse when q, k, v or a mask tensor is written between where it was read and where the operator reads it."""
-    first = site.first or site.anchor
-    operands = [(n, first) for n in (site.q, site.k)] + [(site.v, site.anchor)]
-    operands += [(s.node, s.node) for s in site.terms.streamed] + [(n, n) for n, _ in site.terms.paddings]
-    for node, start in operands:
+    masks = [(s.node, _first_reader(s.node, site.interior, writes)) for s in site.terms.streamed]
+    for node, start in [*site.reads, *masks, *((n, n) for n, _ in site.terms.paddings)]:
         writer = writes.between(node, start, site.anchor)
         if writer is not None and writer not in site.interior:
             raise Refused(f"{node.name} is written in place ({place(writer)}) before attention ends")
+
+
+def _first_reader(node: Node, readers: Sequence[Node], writes: Writes) -> Node:
+    return min((r for r in readers if node in r.all_input_nodes), key=writes.position.__getitem__, default=node)
 
 
 class _Emitter:
@@ -146,8 +149,8 @@ class _Emitter:
         terms, like = site.terms, site.anchor
         constant, tensor = self._offset(site, writes)
         given: dict[str, Any] = {
-            "attn_mask": self._streamed(terms.streamed, like),
-            "key_padding": self._paddings(terms, q, k, like),
+            "attn_mask": self._streamed(terms.streamed, like, writes),
+            "key_padding": self._paddings(terms, q, k, like, writes),
             "q_offset_tensor": tensor,
             "q_offset": constant or None,
             "window_left": terms.window_left,
@@ -181,14 +184,15 @@ class _Emitter:
         reader = site.readers.get(scalar)
         if reader is None or writes.between(scalar, reader, site.anchor) is None:
             return scalar
-        if (scalar, "snapshot") not in self.shared:
+        if (scalar, reader) not in self.shared:
             with self.graph.inserting_before(reader):
-                self.shared[scalar, "snapshot"] = self._emit("clone", scalar, like=reader)
-        return self.shared[scalar, "snapshot"]
+                self.shared[scalar, reader] = self._emit("clone", scalar, like=reader)
+        return self.shared[scalar, reader]
 
-    def _paddings(self, terms: Terms, q: Node, k: Node, like: Node) -> Node | None:
+    def _paddings(self, terms: Terms, q: Node, k: Node, like: Node, writes: Writes) -> Node | None:
         """The conjunction of the padding terms, bool ``[batch, seqlen_k]``."""
-        key = (*terms.paddings, str(shape(k)[2]), str(shape(q)[0]))
+        versions = (writes.version(node, like) for node, _ in terms.paddings)
+        key = (*terms.paddings, *versions, str(shape(k)[2]), str(shape(q)[0]))
         if terms.paddings and key not in self.shared:
             parts = [self._padding(node, first, q, k, like) for node, first in terms.paddings]
             total = parts[0]
@@ -216,9 +220,9 @@ class _Emitter:
             total = self._sum(total, self._times(atom, c, like), like)
         return total or 0
 
-    def _streamed(self, masks: list[Streamed], like: Node) -> Node | None:
+    def _streamed(self, masks: list[Streamed], like: Node, writes: Writes) -> Node | None:
         """One mask that has the effect of all: bool if all are, else additive with -inf where a bool hides."""
-        key = tuple(masks)
+        key = (*masks, *(writes.version(mask.node, like) for mask in masks))
         if not masks:
             return None
         if key not in self.shared:

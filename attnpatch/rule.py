@@ -58,7 +58,8 @@ class Site:
         symbolic_scale: further factors on q.k, as nodes (SymFloat, tensors of one element) with "mul" or "div".
         readers: for scalars of ``terms.q_offset`` that live in tensors, the node that reads their value.
         interior: nodes between the first product and the anchor, which nobody else may read.
-        first: the node of the earliest read of q and k; writes after it would change what is computed.
+        reads: (tensor, the node that reads it) for q, k, v and tensors that scale; writes after a read would change
+            what is computed.
     """
 
     anchor: Node
@@ -72,7 +73,7 @@ class Site:
     symbolic_scale: list[tuple[Node, str]] = field(default_factory=list)
     readers: dict[Node, Node] = field(default_factory=dict)
     interior: list[Node] = field(default_factory=list)
-    first: Node | None = None
+    reads: list[tuple[Node, Node]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from attnpatch.errors import Refused
 from attnpatch.graph import CASTS, Writes, arg, is_tensor, normal_dim, op, place, shape
 from attnpatch.rewrites.mask_terms import MaskReader
-from attnpatch.rewrites.operands import check_shapes, peel, transposed, unrepeated
+from attnpatch.rewrites.operands import check_shapes, peel, read, transposed, unrepeated
 from attnpatch.rewrites.scores import PRODUCTS, Fold, ancestors
 from attnpatch.rule import Rule, Site
 
@@ -39,8 +39,32 @@ def _batched(product: Node) -> bool:
 
 
 _CARRIERS = frozenset(CASTS) | frozenset(
-    "dropout view reshape getitem transpose permute flatten unsqueeze squeeze cat "
-    "mul mul_ div div_ add add_ sub sub_ masked_fill masked_fill_ where tril triu nan_to_num".split()
+    [
+        "dropout",
+        "view",
+        "reshape",
+        "getitem",
+        "transpose",
+        "permute",
+        "flatten",
+        "unsqueeze",
+        "squeeze",
+        "cat",
+        "mul",
+        "mul_",
+        "div",
+        "div_",
+        "add",
+        "add_",
+        "sub",
+        "sub_",
+        "masked_fill",
+        "masked_fill_",
+        "where",
+        "tril",
+        "triu",
+        "nan_to_num",
+    ]
 )
 """What may stand between a softmax and its product for the site to be reported, most often as refused."""
 
@@ -69,9 +93,12 @@ def match(softmax: Node, writes: Writes) -> Site:
     if k is not None:
         k, v = unrepeated(k, v)
     check_shapes(q, shape(k) if k else _swapped(shape(k_transposed)), v, k or k_transposed, product, anchor)
+    k_read = k or k_transposed
+    reads = [read(q, arg(product, 0, "input"), product), read(k_read, arg(product, 1, "other"), product)]
+    reads += [read(v, arg(anchor, 1, "other"), anchor), *((t, product) for t, _ in fold.symbolic if is_tensor(t))]
     return Site(
-        anchor, q, k or k_transposed, v, fold.sm_scale, fold.masks.terms(), fold.softcap, k is None,
-        fold.symbolic, fold.masks.pull.readers, [*fold.interior, softmax, *below], product,
+        anchor, q, k_read, v, fold.sm_scale, fold.masks.terms(), fold.softcap, k is None,
+        fold.symbolic, fold.masks.pull.readers, [*fold.interior, softmax, *below], reads,
     )  # fmt: skip
 
 

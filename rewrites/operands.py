@@ -48,6 +48,22 @@ def unrepeated(k: Node, v: Node) -> tuple[Node, Node]:
     return peel(k_source), peel(v_source)
 
 
+def read(source: Node, operand: Node, reader: Node) -> tuple[Node, Node]:
+    """``source`` and the node that reads it on its way to ``operand`` of ``reader``.
+
+    Repeats and casts copy: what is written to the source after that node does not reach the product.
+    """
+    while operand is not source:
+        inputs = operand.all_input_nodes
+        reader, operand = operand, next(x for x in inputs if x is source or source in _lineage(x))
+    return source, reader
+
+
+def _lineage(node: Node, depth: int = 8) -> set[Node]:
+    above = set(node.all_input_nodes)
+    return above.union(*(_lineage(x, depth - 1) for x in above)) if depth else above
+
+
 def transposed(node: Node) -> Node | None:
     """``x`` when ``node`` is x with its last two dimensions swapped."""
     if op(node) in ("mT",) or (op(node) == "getattr" and arg(node, 1, "other") == "mT"):

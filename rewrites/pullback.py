@@ -362,8 +362,8 @@ def _gather(pull: Pullback, node: Node, source: Node, items: list[Any], indices:
     rest = len(shape(source)) - len(tensors)
     lead = indices[: len(indices) - rest]
     where = [pull.operand(node, t, lead) for t in tensors]
-    if not all(isinstance(i, Affine) for i in where):
-        raise Unknown(node)
+    if not all(isinstance(i, Affine) and min(i.constant, 0, *i.coefficients.values()) == 0 for i in where):
+        raise Unknown(node)  # a negative position counts from the end
     return pull.element(source, (*where, *indices[len(indices) - rest :]))
 
 

@@ -16,7 +16,7 @@ from attnpatch.affine import Affine
 from attnpatch.errors import Refused
 from attnpatch.graph import Writes, arg, is_tensor, op, shape, value
 from attnpatch.rewrites.mask_terms import MaskReader
-from attnpatch.rewrites.operands import check_shapes, peel, unrepeated
+from attnpatch.rewrites.operands import check_shapes, peel, read, unrepeated
 from attnpatch.rule import Rule, Site
 
 _DEFAULTS: dict[str, Any] = {
@@ -51,8 +51,9 @@ def match(node: Node, writes: Writes) -> Site:
         masks.add(a["attn_mask"], "keep" if value(a["attn_mask"]).dtype == torch.bool else "additive")
     check_shapes(q, shape(k), v, k, node, node)
     constant, symbolic = _scale(a["scale"], q)
+    reads = [read(x, a[name], node) for x, name in ((q, "query"), (k, "key"), (v, "value"))]
     return Site(
-        node, q, k, v, constant, masks.terms(), None, False, symbolic, masks.pull.readers, [node], node
+        node, q, k, v, constant, masks.terms(), None, False, symbolic, masks.pull.readers, [node], reads
     )  # fmt: skip
 
 

@@ -129,28 +129,27 @@ def results_table(results: dict[tuple[str, int], Measurement], device: str) -> T
     """What was measured, and attnpatch's part of Hugging Face's two."""
     dtype = str(default_dtype(device)).removeprefix("torch.")
     table = Table(title=f"measured here: batch 1, {dtype}, each in a fresh process", title_justify="left")
-    table.add_column("")
+    table.add_column("tokens")
     for header in (*TITLES.values(), "of eager", "of sdpa"):
         table.add_column(header, justify="right")
-    for title, values in _rows(results):
+    for title, unit, values in _rows(results):
         eager, sdpa, ours = values
         ratios = [f"{ours / other:.2f}x" if ours and other else "" for other in (eager, sdpa)]
-        table.add_row(title, *[f"{value:,.1f}" if value else "-" for value in values], *ratios)
+        table.add_row(
+            title, *[f"{value:,.{1 if value < 100 else 0}f} {unit}" if value else "?" for value in values], *ratios
+        )
     return table
 
 
-def _rows(results: dict[tuple[str, int], Measurement]) -> Iterator[tuple[str, list[float | None]]]:
-    """Title and one value per implementation: times, then memory, then decode."""
+def _rows(results: dict[tuple[str, int], Measurement]) -> Iterator[tuple[str, str, list[float | None]]]:
+    """Title, unit and one value per implementation: times, then memory, then decode."""
     lengths = sorted({length for _, length in results})
 
     def row(length: int, value: Callable[[Measurement], float | None]) -> list[float | None]:
         return [value(results[implementation, length]) for implementation in IMPLEMENTATIONS]
 
     for length in lengths:
-        yield f"prefill {length:,} tokens, ms", row(length, lambda m: m.prefill_ms)
+        yield f"prefill {length:,}", "ms", row(length, lambda m: m.prefill_ms)
     for length in lengths:
-        yield (
-            f"its peak memory, {length:,} tokens, MiB",
-            row(length, lambda m: m.peak_bytes and m.peak_bytes / 2**20),
-        )
-    yield f"decode after {lengths[0]:,}, tokens/s", row(lengths[0], lambda m: m.decode_tokens_per_s)
+        yield f"its memory {length:,}", "MiB", row(length, lambda m: m.peak_bytes and m.peak_bytes / 2**20)
+    yield "decode", "tok/s", row(lengths[0], lambda m: m.decode_tokens_per_s)

@@ -86,9 +86,7 @@ def clones(x: Any) -> Any:
     return tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, x)
 
 
-def record(
-    function: Callable[..., Any], *args: Any, dynamic: bool | None = False, **options: Any
-) -> RecordingBackend:
+def record(function: Callable[..., Any], *args: Any, dynamic: bool | None = False, **options: Any) -> RecordingBackend:
     """Compile ``function`` with a :class:`RecordingBackend`, run it once on copies of ``args``, keep its output."""
     torch._dynamo.reset()
     backend = RecordingBackend(**options)
@@ -123,4 +121,3 @@ def check_rewrite(
     if rows is not None:
         assert (y[~rows.expand(y.shape[:-1])] == 0).all(), "a row without a visible key must be zeros"
     return backend
-

@@ -38,13 +38,13 @@ DESCRIPTOR = {
 POINTER = {
     64: PrefillConfig(128, 64, 8, 3),
     128: PrefillConfig(128, 64, 8, 2),
-    256: PrefillConfig(64, 32, 4, 2),
+    256: PrefillConfig(64, 32, 8, 2),
 }
 
 # float32: exact products run on the plain FMA units and hold a whole row of q and k in registers; larger tiles spill.
 FLOAT32 = {
-    64: PrefillConfig(32, 32, 4, 2),
-    128: PrefillConfig(16, 32, 4, 2),
+    64: PrefillConfig(32, 64, 8, 2),
+    128: PrefillConfig(16, 32, 8, 2),
     256: PrefillConfig(16, 16, 8, 2),
 }
 

@@ -10,6 +10,8 @@ The band (causal, window, offset) cuts the keys into three runs, and keys outsid
        run 0             run 2: every row sees           run 1
        window's edge     every key, no element mask      diagonal, or the end of K
 
+The unmasked run comes last: before another loop, ptxas serialises its products (tests/kernels/test_sass.py).
+
 Letters: b batch, h query head, m query row, n key, d head dim.
 """
 

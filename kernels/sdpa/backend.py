@@ -22,16 +22,25 @@ BLOCK_M = 256
 
 
 def sdpa(call: AttentionCall) -> Tensor:
-    """Run ``call`` through ``torch.nn.functional.scaled_dot_product_attention``."""
-    if _is_plain_causal(call) or not _has_terms(call):
-        return _whole(call)
-    if call.seqlen_q == 1 and call.attn_mask is None:
+    """Run ``call`` through ``torch.nn.functional.scaled_dot_product_attention``.
+
+    Reads ``key_padding`` and a ``q_offset`` tensor on the host; on a GPU that waits for the device.
+    """
+    call = _simplified(call)
+    if call.seqlen_q == 1:
         return _packed_decode(call)
+    if _is_plain_causal(call) or not (call.is_banded or call.key_padding is not None or call.attn_mask is not None):
+        return _whole(call)
     return _row_blocks(call)
 
 
-def _has_terms(call: AttentionCall) -> bool:
-    return call.is_banded or call.key_padding is not None or call.attn_mask is not None
+def _simplified(call: AttentionCall) -> AttentionCall:
+    """The call without a padding that hides nothing, and with a single offset as a number."""
+    if call.key_padding is not None and bool(call.key_padding.all()):
+        call = call._replace(key_padding=None)
+    if isinstance(call.q_offset, Tensor) and call.q_offset.numel() == 1:
+        call = call._replace(q_offset=int(call.q_offset))
+    return call
 
 
 def _is_plain_causal(call: AttentionCall) -> bool:
@@ -47,8 +56,6 @@ def _group_heads(call: AttentionCall, g: int) -> slice:
 
 def _whole(call: AttentionCall) -> Tensor:
     """No mask tensor at all: one call per head of the group."""
-    if call.seqlen_q == 1 and not call.is_banded:
-        return _packed_decode(call)
     o = call.empty_output()
     for g in range(call.group_size):
         heads = _group_heads(call, g)
@@ -59,14 +66,18 @@ def _whole(call: AttentionCall) -> Tensor:
 
 
 def _packed_decode(call: AttentionCall) -> Tensor:
-    """One query row: a group's heads become the rows of its KV head, and all of them share the mask."""
+    """One query row: a group's heads become the rows of its KV head."""
     low, high = key_range(call, 0, 0)
-    q = call.q.reshape(call.batch, call.num_kv_heads, call.group_size, call.head_dim)
-    k, v, mask = _key_slice(call, torch.zeros(1, dtype=torch.int64, device=q.device), low, high)
+    heads = (call.num_kv_heads, call.group_size)
+    if isinstance(call.q_offset, int):  # the band is exactly low..high
+        visible = None if call.key_padding is None else call.key_padding[:, None, None, low:high]
+    else:
+        visible = _visible(call, 0, 1, low, high)
+    tile = None if call.attn_mask is None else call.attn_mask.unflatten(1, heads)[..., 0, low:high]
+    q = call.q.reshape(call.batch, *heads, call.head_dim)
+    packed = _attend(q, call.k[:, :, low:high], call.v[:, :, low:high], _merged(tile, visible), call.sm_scale)
     o = call.empty_output()
-    packed = _attend(q, k, v, mask, call.sm_scale)
-    o.copy_(packed.reshape(o.shape))
-    return o
+    return o.copy_(packed.reshape(o.shape))
 
 
 def _row_blocks(call: AttentionCall) -> Tensor:
@@ -74,49 +85,49 @@ def _row_blocks(call: AttentionCall) -> Tensor:
     for start in range(0, call.seqlen_q, BLOCK_M):
         stop = min(start + BLOCK_M, call.seqlen_q)
         low, high = key_range(call, start, stop - 1)
-        k, v, mask = _key_slice(call, torch.arange(start, stop, device=call.q.device), low, high)
+        k, v = call.k[:, :, low:high], call.v[:, :, low:high]
+        visible = _visible(call, start, stop, low, high)
         for g in range(call.group_size):
             heads = _group_heads(call, g)
-            tile = _merge_masks(call, mask, heads, start, stop, low, high)
-            o[:, heads, start:stop] = _attend(call.q[:, heads, start:stop], k, v, tile, call.sm_scale)
+            tile = None if call.attn_mask is None else call.attn_mask[:, heads, start:stop, low:high]
+            rows = call.q[:, heads, start:stop]
+            o[:, heads, start:stop] = _attend(rows, k, v, _merged(tile, visible), call.sm_scale)
     return o
 
 
-def _key_slice(call: AttentionCall, rows: Tensor, low: int, high: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """k, v of keys ``low..high`` with hidden values zeroed, and the tile's visibility or None."""
-    k, v = call.k[:, :, low:high], call.v[:, :, low:high]
-    visible = visible_tile(call, rows, torch.arange(low, high, device=call.q.device))
-    if visible is None or bool(visible.all()):
-        return k, v, None
-    unused = ~visible.any(dim=2)[..., None]  # [batch or 1, 1, n, 1]
-    if bool(unused.any()):  # an unwritten cache tail may hold NaN, and 0 * NaN is NaN
-        k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
-    return k, v, visible
+def _visible(call: AttentionCall, start: int, stop: int, low: int, high: int) -> Tensor | None:
+    """Visibility of keys ``low..high`` for rows ``start..stop``, or None when all are visible."""
+    device = call.q.device
+    visible = visible_tile(call, torch.arange(start, stop, device=device), torch.arange(low, high, device=device))
+    return None if visible is None or bool(visible.all()) else visible
 
 
-def _merge_masks(
-    call: AttentionCall, visible: Tensor | None, heads: slice, start: int, stop: int, low: int, high: int
-) -> Tensor | None:
-    """The tile's visibility and its part of ``attn_mask`` as one SDPA mask."""
-    if call.attn_mask is None:
+def _merged(tile: Tensor | None, visible: Tensor | None) -> Tensor | None:
+    """A tile of ``attn_mask`` and the other terms' visibility as one SDPA mask."""
+    if tile is None:
         return visible
-    tile = call.attn_mask[:, heads, start:stop, low:high]
     if tile.dtype == torch.bool:
         return tile if visible is None else tile & visible
     hidden = excluded(tile) if visible is None else excluded(tile) | ~visible
-    if tile.dtype != call.q.dtype:  # a float32 bias must not be rounded to half precision
-        tile = tile.to(torch.float64 if call.q.dtype == torch.float64 else torch.float32)
+    if tile.dtype != torch.float64:  # a float32 bias must not be rounded to half precision
+        tile = tile.float()
     return tile.masked_fill(hidden, -torch.inf)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sm_scale: float) -> Tensor:
-    """SDPA whose rows without a visible key are zeros on every torch backend."""
+    """SDPA whose rows without a visible key are zeros, and whose hidden keys may hold NaN."""
     if k.shape[2] == 0:
         return q.new_zeros((*q.shape[:-1], v.shape[-1]))
+    if mask is not None and mask.is_floating_point() and q.dtype == torch.float64:
+        mask = mask.double()
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=sm_scale)
     if mask is None:
         return o
     hidden = ~mask if mask.dtype == torch.bool else mask == -torch.inf
+    if bool(o.isnan().any()):  # 0 * NaN from an unwritten cache tail: select, and run again
+        unused = hidden.all(dim=2)[..., None]  # [batch or 1, heads or 1, n, 1]
+        k, v = k.masked_fill(unused, 0.0), v.masked_fill(unused, 0.0)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=sm_scale)
     return o.masked_fill(hidden.all(dim=-1, keepdim=True), 0.0)
 
 

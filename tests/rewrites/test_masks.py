@@ -381,9 +381,7 @@ def test_padding_of_one_dimension():
 
 
 def test_conjunction_of_two_paddings():
-    check(
-        lambda a, b: a[:, None, None, :] & b[:, None, None, :], padding("left"), padding("right"), words="padding"
-    )
+    check(lambda a, b: a[:, None, None, :] & b[:, None, None, :], padding("left"), padding("right"), words="padding")
 
 
 BIASES = {

@@ -291,7 +291,7 @@ def router(x, w):
 
 
 def router_with_top_k(x, w):
-    weights, chosen = (x @ w).softmax(dim=-1).topk(2)
+    weights, _ = (x @ w).softmax(dim=-1).topk(2)
     return weights / weights.sum(-1, keepdim=True)
 
 
@@ -314,7 +314,14 @@ def products_without_softmax(x, w):
     return (x @ x.transpose(-1, -2)).relu() @ x
 
 
-NO_SITE = [router, router_with_top_k, mixture_of_experts, attention_pooling, log_probabilities, products_without_softmax]
+NO_SITE = [
+    router,
+    router_with_top_k,
+    mixture_of_experts,
+    attention_pooling,
+    log_probabilities,
+    products_without_softmax,
+]
 
 
 @pytest.mark.parametrize("function", NO_SITE, ids=[f.__name__ for f in NO_SITE])
