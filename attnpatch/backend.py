@@ -79,7 +79,7 @@ def _counted(function: Callable[..., Any], record: GraphRecord, collector: Colle
         collector.runs += 1
         with dispatch.recording() as recorded:
             result = function(*args)
-        record.count(recorded.dispatches, recorded.bytes_avoided)
+        record.count(recorded)
         return result
 
     return run

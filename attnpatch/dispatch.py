@@ -102,12 +102,24 @@ def _refusal(backend: Backend, call: AttentionCall, named: bool) -> str | None:
     return backend.refuses(call)
 
 
+class Traffic(NamedTuple):
+    """Bytes that a fused kernel does not move.
+
+    Args:
+        scores: scores and probabilities, written and read once each.
+        repeats: K and V repeated for their group, written and read.
+    """
+
+    scores: int
+    repeats: int
+
+
 class Recording:
     """What the attentions of one graph run did, in order of execution."""
 
     def __init__(self) -> None:
         self.dispatches: list[Dispatch] = []
-        self.bytes_avoided = 0
+        self.traffic: list[Traffic] = []
 
 
 class _Current(threading.local):
@@ -134,17 +146,16 @@ def run(call: AttentionCall, names: Sequence[str] = ()) -> Tensor:
     backend, dispatch = choose(call, names)
     if _current.recording is not None:
         _current.recording.dispatches.append(dispatch)
-        _current.recording.bytes_avoided += bytes_avoided(call)
+        _current.recording.traffic.append(traffic_of(call))
     return backend.run(call)
 
 
-def bytes_avoided(call: AttentionCall) -> int:
-    """Traffic of the written-out form that a fused kernel does not have.
-
-    Scores and probabilities written and read once each, and K and V repeated for their group written and read.
-    """
+def traffic_of(call: AttentionCall) -> Traffic:
+    """What attention written out moves besides its inputs and output, in bytes."""
     batch, num_heads, seqlen_q, head_dim = call.q.shape
     seqlen_k, itemsize = call.k.shape[2], call.q.element_size()
-    scores = 4 * batch * num_heads * seqlen_q * seqlen_k
     repeated = num_heads != call.k.shape[1]
-    return itemsize * (scores + repeated * 2 * batch * num_heads * seqlen_k * (head_dim + call.v.shape[3]))
+    return Traffic(
+        scores=4 * itemsize * batch * num_heads * seqlen_q * seqlen_k,
+        repeats=2 * itemsize * batch * num_heads * seqlen_k * (head_dim + call.v.shape[3]) if repeated else 0,
+    )

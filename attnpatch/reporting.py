@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from attnpatch.dispatch import Dispatch
+from attnpatch.dispatch import Dispatch, Recording
 from attnpatch.rewriter import SiteRecord
 
 
@@ -69,14 +69,17 @@ class GraphRecord:
         self.fused = [site for site in sites if site.fused]
         self.runs: Counter[tuple[tuple[Dispatch, ...], bool]] = Counter()
         self.bytes_avoided = 0
+        self._writes_scores = [site.rule != "sdpa_call" for site in self.fused]  # torch's SDPA keeps none
         self._last: tuple[tuple[Dispatch, ...], int] = ((), 0)
         self._parameters = [weakref.ref(p) for p in parameters]
 
-    def count(self, dispatches: Sequence[Dispatch], bytes_avoided: int) -> None:
+    def count(self, recorded: Recording) -> None:
         """Count one run. Nothing dispatched although sites are fused: a CUDA graph replayed the last run."""
-        captured = bool(self.fused) and not dispatches
+        captured = bool(self.fused) and not recorded.dispatches
         if not captured:
-            self._last = (tuple(dispatches), bytes_avoided)
+            pairs = zip(self._writes_scores, recorded.traffic, strict=False)
+            avoided = sum(t.repeats + (t.scores if writes else 0) for writes, t in pairs)
+            self._last = (tuple(recorded.dispatches), avoided)
         self.runs[self._last[0], captured] += 1
         self.bytes_avoided += self._last[1]
 
@@ -236,5 +239,16 @@ def _summary_line(summary: dict[str, int]) -> str:
     total = summary["fused"] + summary["refused"]
     return (
         f"{summary['fused']} of {total} sites fused, {summary['refused']} refused; {summary['graphs']} graphs; "
-        f"{summary['bytes_avoided'] / 1e9:.2f} GB of K/V copies and scores not moved"
+        f"{_size(summary['bytes_avoided'])} of K/V copies and scores not moved"
     )
+
+
+def _size(count: float) -> str:
+    """Bytes with a decimal unit: ``3.2 GB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            break
+        count /= 1000
+    else:
+        unit = "TB"
+    return f"{count:.3g} {unit}"

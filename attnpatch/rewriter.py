@@ -30,7 +30,6 @@ class SiteRecord:
     num_kv_heads: int = 0
     head_dim: int = 0
     dtype: str = ""
-    bytes_avoided: Any = 0
 
     @property
     def fused(self) -> bool:
