@@ -13,6 +13,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from torch import nn
 
@@ -239,16 +240,5 @@ def _summary_line(summary: dict[str, int]) -> str:
     total = summary["fused"] + summary["refused"]
     return (
         f"{summary['fused']} of {total} sites fused, {summary['refused']} refused; {summary['graphs']} graphs; "
-        f"{_size(summary['bytes_avoided'])} of K/V copies and scores not moved"
+        f"{decimal(summary['bytes_avoided'])} of K/V copies and scores not moved"
     )
-
-
-def _size(count: float) -> str:
-    """Bytes with a decimal unit: ``3.2 GB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            break
-        count /= 1000
-    else:
-        unit = "TB"
-    return f"{count:.3g} {unit}"
