@@ -29,7 +29,7 @@ def decode(call: AttentionCall, num_splits: int = 0, config: DecodeConfig | None
     if o.numel() == 0:
         return o
     config = config or choose_config(call)
-    num_splits = num_splits or choose_num_splits(call, config)
+    num_splits = num_splits or choose_num_splits(call)
     with torch.cuda.device_of(call.q):
         if num_splits == 1:
             _split(call, config, o[None], None)
@@ -70,7 +70,7 @@ def _split(call: AttentionCall, config: DecodeConfig, o: Tensor, lse: Tensor | N
         BLOCK_H=padded_width(call.group_size),
         BLOCK_D=padded_width(call.head_dim),
         BLOCK_DV=padded_width(call.head_dim_v),
-        **config.options(),
+        **config._asdict(),
     )
 
 

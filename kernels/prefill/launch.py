@@ -11,8 +11,9 @@ from attnpatch.kernels.common.support import capability, offset_arguments, padde
 from attnpatch.kernels.prefill.configs import PrefillConfig, choose_config
 from attnpatch.kernels.prefill.kernel import _prefill_kernel
 
-SECTION_BYTES = 32 << 20
-"""K and V of the heads that run side by side should stay in L2."""
+SECTION_BYTES = 16 << 20
+"""K and V of the heads that run side by side: they should stay in L2. H200, head_dim 128, 128 x 128 tiles: 1.29 ms at
+16 MiB, 1.36 at 32, 1.45 at 64."""
 
 
 def prefill(call: AttentionCall, config: PrefillConfig | None = None) -> Tensor:

@@ -118,8 +118,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sm_scale: floa
     """SDPA whose rows without a visible key are zeros, and whose hidden keys may hold NaN."""
     if k.shape[2] == 0:
         return q.new_zeros((*q.shape[:-1], v.shape[-1]))
-    if mask is not None and mask.is_floating_point() and q.dtype == torch.float64:
-        mask = mask.double()
+    if mask is not None and mask.is_floating_point():
+        mask = mask.to(torch.promote_types(q.dtype, torch.float32))
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=sm_scale)
     if mask is None:
         return o
@@ -134,6 +134,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sm_scale: floa
 def _refuses(call: AttentionCall) -> str | None:
     if call.softcap is not None:
         return f"softcap {call.softcap} has no place in torch's scaled_dot_product_attention"
+    if call.sm_scale <= 0:
+        return f"sm_scale {call.sm_scale} is not positive: torch's is_causal path gives NaN"
     return None
 
 

@@ -182,17 +182,17 @@ def test_layouts(layout):
 def test_splits_do_not_depend_on_the_offset():
     """They are chosen from shapes: a captured graph replays while the valid length grows."""
     short, long = (random_step(q_offset=offset, window_right=0) for offset in (torch.tensor(3), torch.tensor(129)))
-    config = configs.choose_config(short)
-    assert configs.choose_num_splits(short, config) == configs.choose_num_splits(long, config)
+    assert configs.choose_num_splits(short) == configs.choose_num_splits(long)
 
 
 SPLIT_COUNTS = {
-    "one short sequence": ({"seqlen_k": 100}, 1),
-    "keys limit": ({"seqlen_k": 4096}, 16),
-    "one long sequence": ({"seqlen_k": 131072, "num_kv_heads": 4, "batch": 2}, configs.WAVES * 3 * 132 // 8),
-    "at most MAX_SPLITS": ({"seqlen_k": 131072}, configs.MAX_SPLITS),
-    "full chip": ({"seqlen_k": 4096, "batch": 800}, 1),
-    "the window limits": ({"seqlen_k": 131072, "window_left": 1023, "window_right": 0}, 4),
+    "too short to split": ({"seqlen_k": 200}, 1),
+    "short": ({"seqlen_k": 1024}, 8),
+    "the multiprocessors are filled first": ({"seqlen_k": 4096, "num_kv_heads": 4, "batch": 2}, 16),
+    "two programs each": ({"seqlen_k": 131072, "num_kv_heads": 4, "batch": 2}, 33),
+    "at most MAX_SPLITS": ({"seqlen_k": 131072}, 128),
+    "the chip is full": ({"seqlen_k": 4096, "num_kv_heads": 4, "batch": 40}, 1),
+    "the window limits": ({"seqlen_k": 131072, "window_left": 1023, "window_right": 0}, 8),
 }
 
 
@@ -200,7 +200,7 @@ SPLIT_COUNTS = {
 def test_split_counts(monkeypatch, case, expected):
     monkeypatch.setattr(configs, "multiprocessors", lambda device: 132)
     call = random_step(head_dim=1, **case)
-    assert configs.choose_num_splits(call, configs.DecodeConfig(64, 4, 3, 3)) == expected
+    assert configs.choose_num_splits(call) == expected
 
 
 REFUSALS = {
