@@ -27,11 +27,11 @@ format: $(READY)
 
 # On a GPU machine with its own torch and triton, nothing is installed.
 gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest tests/gpu $(ARGS)
-	PYTHONPATH=. $(PYTHON) benchmarks/run.py
+	TRITON_INTERPRET=0 PYTHONPATH=. $(PYTHON) -m pytest tests/gpu $(ARGS)
+	TRITON_INTERPRET=0 PYTHONPATH=. $(PYTHON) benchmarks/run.py
 
 bench:
-	PYTHONPATH=. $(PYTHON) benchmarks/run.py $(ARGS)
+	TRITON_INTERPRET=0 PYTHONPATH=. $(PYTHON) benchmarks/run.py $(ARGS)
 
 # Build both distributions and import the wheel away from the checkout.
 wheel: $(READY)

@@ -7,6 +7,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import pytest
 import torch
 
+torch.set_num_threads(1)  # the tensors are tiny, and CI shares its cores
+
 
 @pytest.fixture(autouse=True)
 def _clean_dynamo():

@@ -134,5 +134,5 @@ def online_softmax(s, m_i, l_i, scale):
 
 @triton.jit
 def normalised(acc, l_i):
-    """``acc / l_i``, zeros for a row that saw no key."""
-    return acc * (1.0 / tl.where(l_i == 0.0, 1.0, l_i))[:, None]
+    """``acc / l_i``, zeros for a row that saw no key; a plain ``/`` may be off by 2 units in the last place."""
+    return acc * tl.math.div_rn(1.0, tl.where(l_i == 0.0, 1.0, l_i))[:, None]

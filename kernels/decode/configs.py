@@ -35,15 +35,15 @@ class DecodeConfig(NamedTuple):
 
 INTERPRETED = DecodeConfig(64, 4, 1)
 
-# Keys: the wider of the padded head dims. 16 bit; on the H200, bfloat16, each within 2 % of the best of ten tiles at
-# the split count below: head_dim 128 from 8 to 256 KV heads, 64 at 3, 256 at 64.
+# Keys: the wider of the padded head dims. 16 bit; on the H200, bfloat16, each within 3 % of the best of six to ten
+# tiles at the split count below: head_dim 128 with 8 to 256 KV heads, 64 with 3, 256 with 64.
 HALF = {
     64: DecodeConfig(128, 4, 3),
     128: DecodeConfig(64, 4, 3),
     256: DecodeConfig(32, 4, 3),
 }
 
-# float32: exact products run on the plain FMA units and hold a whole row of q and k in registers; larger tiles spill.
+# float32: exact products run on the plain FMA units and hold whole rows of q and k in registers; larger tiles spill.
 FLOAT32 = {
     64: DecodeConfig(64, 4, 2),
     128: DecodeConfig(32, 8, 2),

@@ -32,22 +32,22 @@ def decode(call: AttentionCall, num_splits: int = 0, config: DecodeConfig | None
     num_splits = num_splits or choose_num_splits(call)
     with torch.cuda.device_of(call.q):
         if num_splits == 1:
-            _split(call, config, o[None], None)
+            _split(call, config, o[None], None, None)
         else:
             shape = (num_splits, call.batch, call.num_heads, 1)
             o_partial = call.q.new_empty((*shape, call.head_dim_v), dtype=torch.float32)
-            lse_partial = call.q.new_empty(shape, dtype=torch.float32)
-            _split(call, config, o_partial, lse_partial)
-            _merge(o_partial, lse_partial, o)
+            m, l = (call.q.new_empty(shape, dtype=torch.float32) for _ in range(2))
+            _split(call, config, o_partial, m, l)
+            _merge(o_partial, m, l, o)
     return o
 
 
-def _split(call: AttentionCall, config: DecodeConfig, o: Tensor, lse: Tensor | None) -> None:
-    """Write ``o`` and ``lse``, ``[num_splits, batch, num_heads, 1, (head_dim_v)]``."""
+def _split(call: AttentionCall, config: DecodeConfig, o: Tensor, m: Tensor | None, l: Tensor | None) -> None:
+    """Write ``o``, and its rows' maximum and sum, ``[num_splits, batch, num_heads, 1, (head_dim_v)]``."""
     q_offset, offset_stride = offset_arguments(call)
     q, attn_mask = _rows_are_heads(call.q, call), _rows_are_heads(call.attn_mask, call)
     _decode_split_kernel[(o.shape[0] * call.batch * call.num_kv_heads,)](
-        *(q, call.k, call.v, attn_mask, call.key_padding, q_offset, o, lse),
+        *(q, call.k, call.v, attn_mask, call.key_padding, q_offset, o, m, l),
         sm_scale=call.sm_scale,
         softcap=call.softcap,
         window_left=call.window_left,
@@ -74,10 +74,10 @@ def _split(call: AttentionCall, config: DecodeConfig, o: Tensor, lse: Tensor | N
     )
 
 
-def _merge(o_partial: Tensor, lse_partial: Tensor, o: Tensor) -> None:
+def _merge(o_partial: Tensor, m: Tensor, l: Tensor, o: Tensor) -> None:
     batch, num_heads, _, head_dim_v = o.shape
     _decode_merge_kernel[(batch * num_heads * -(-head_dim_v // MERGE_COLUMNS),)](
-        *(o_partial, lse_partial, o),
+        *(o_partial, m, l, o),
         o_strides=o.stride(),
         num_heads=num_heads,
         total_heads=batch * num_heads,

@@ -27,9 +27,9 @@ class PrefillConfig(NamedTuple):
 INTERPRETED = PrefillConfig(64, 64, 4, 1)
 
 # Keys: the wider of the padded head dims.
-# K and V by tensor descriptors, 16 bit, compute capability 9.0 (228 KiB of shared memory). The best of 12 to 17 tiles
-# on the H200, bfloat16, causal; two programs share a multiprocessor up to 128, so that one multiplies while the other
-# exponentiates: at 64 and 128, tiles of 128 rows, one program each, take 1.1 to 1.2 times as long.
+# K and V by tensor descriptors, 16 bit, compute capability 9.0 (228 KiB of shared memory). The best of those timed on
+# the H200, bfloat16, causal. Up to 128 two programs share a multiprocessor, so that one multiplies while the other
+# exponentiates: tiles of 128 rows take 1.1 (64) and 1.2 (128) times as long.
 DESCRIPTOR = {
     64: PrefillConfig(64, 128, 4, 2),
     128: PrefillConfig(64, 64, 4, 3),

@@ -23,7 +23,7 @@ def tiny_llama(dtype: torch.dtype, implementation: str = "eager") -> torch.nn.Mo
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=256,
+        hidden_size=384,
         intermediate_size=512,
         num_hidden_layers=3,
         num_attention_heads=6,
