@@ -201,8 +201,9 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad_o: Tensor) -> tuple[Any, ...]:
     args = [c if t is None else t for t, c in zip(ctx.saved_tensors, ctx.constants, strict=True)]
     grad_q, grad_k, grad_v, grad_bias = torch.ops.attnpatch.attention_backward(grad_o, *args)
-    wants_bias = ctx.needs_input_grad[4]
-    return (grad_q, grad_k, grad_v, None, grad_bias if wants_bias else None) + (None,) * 7
+    wants_bias = len(ctx.needs_input_grad) > 4 and ctx.needs_input_grad[4]  # arguments at their default are not there
+    grads = (grad_q, grad_k, grad_v, None, grad_bias if wants_bias else None, *(None,) * 7)
+    return grads[: len(ctx.needs_input_grad)]
 
 
 for _device in ("CPU", "CUDA"):

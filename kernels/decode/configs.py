@@ -47,7 +47,7 @@ HALF = {
 FLOAT32 = {
     64: DecodeConfig(64, 4, 2),
     128: DecodeConfig(32, 8, 2),
-    256: DecodeConfig(32, 8, 2),
+    256: DecodeConfig(16, 8, 2),
 }
 
 

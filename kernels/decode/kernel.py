@@ -17,6 +17,7 @@ import triton.language as tl
 
 from attnpatch.kernels.common.primitives import (
     LOG2E,
+    accumulate,
     apply_mask_tile,
     head_base,
     load_offset,
@@ -113,7 +114,7 @@ def _decode_split_kernel(
             live = tl.max(visible.to(tl.int32), axis=0) > 0
             v_tile = tl.where(live[:, None], v_tile, 0.0)
         p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, scale)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
+        acc = accumulate(acc, alpha, p, v_tile, PRECISION)
 
     o_split = o + split.to(tl.int64) * o_stride_split
     store_rows(o_split, o_strides, b, h_kv, 0, GROUP_SIZE, normalised(acc, l_i), HEAD_DIM_V, BLOCK_H, BLOCK_DV)

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from attnpatch.kernels.common.primitives import (
     LOG2E,
+    accumulate,
     apply_mask_tile,
     head_base,
     in_band,
@@ -156,6 +157,6 @@ def _prefill_kernel(
             v_tile = load_rows(v, v_strides, b, h_kv, n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
             if run != 2 and (HAS_BAND or HAS_TILE_TERMS):  # a cache tail may hold NaN, and 0 * NaN is NaN
                 v_tile = tl.where(live[:, None], v_tile, 0.0)
-            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
+            acc = accumulate(acc, alpha, p, v_tile, PRECISION)
 
     store_rows(o, o_strides, b, h, m, seqlen_q, normalised(acc, l_i), HEAD_DIM_V, BLOCK_M, BLOCK_DV)
