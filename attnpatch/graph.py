@@ -120,6 +120,7 @@ def module_path(node: Node) -> str:
     """Path of the innermost module that ran ``node``: ``model.layers.0.self_attn``, or empty."""
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
+    path = re.sub(r"(\.__dict__\['|\.)_modules('\])?\['([^']*)'\]", r".\3", path)  # where a __getattr__ is in the way
     path = re.sub(r"^L\['\w+'\](\[\d+\])?\.?|^\w+\.__self__\.?", "", path)
     return re.sub(r"^_modules\.|_modules\[?'?|'?\]", "", path)
 

@@ -54,14 +54,20 @@ class Patched:
         options: the patch's options.
         collector: where graphs and gaps are counted.
         previous: the ``_compiled_call_impl`` found, to be put back; None if there was none.
+        path: of the module in the model that was patched: sites have one name, whichever of the two is called.
     """
 
-    def __init__(self, module: nn.Module, options: Options, collector: Collector, previous: Any) -> None:
+    def __init__(self, module: nn.Module, options: Options, collector: Collector, previous: Any, path: str) -> None:
         self.module, self.options, self.collector, self.previous = module, options, collector, previous
+        self.path = path
         self.compiled = torch.compile(_own_code(next(_serial)), backend=self._backend, **_limit_argument())
 
     def _backend(self, gm: torch.fx.GraphModule, example_inputs: Any, **_: Any) -> Callable[..., Any]:
-        return compile_graph(gm, example_inputs, self.options, self.collector)
+        compiled = compile_graph(gm, example_inputs, self.options, self.collector)
+        if self.path:
+            for site in self.collector.graphs[-1].sites:
+                site.module = f"{self.path}.{site.module}".rstrip(".")
+        return compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model compiled."""
@@ -150,7 +156,8 @@ def patch(model: Model, **options: Any) -> Model:
     chosen, collector = from_keywords(options), Collector()
     for target in targets:
         previous = target.__dict__.get("_compiled_call_impl")
-        target._compiled_call_impl = Patched(target, chosen, collector, previous)
+        path = next((name for name, module in model.named_modules() if module is target), "")
+        target._compiled_call_impl = Patched(target, chosen, collector, previous, path)
     return model
 
 

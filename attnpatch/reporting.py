@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +20,9 @@ from torch import nn
 
 from attnpatch.dispatch import Dispatch, Recording
 from attnpatch.rewriter import SiteRecord
+
+
+log = logging.getLogger("attnpatch")
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,15 @@ class GraphRecord:
             pairs = zip(self._writes_scores, recorded.traffic, strict=False)
             avoided = sum(t.repeats + (t.scores if writes else 0) for writes, t in pairs)
             self._last = (tuple(recorded.dispatches), avoided)
+        if (self._last[0], captured) not in self.runs:
+            self._log_first(captured)
         self.runs[self._last[0], captured] += 1
         self.bytes_avoided += self._last[1]
+
+    def _log_first(self, captured: bool) -> None:
+        """Log a way of running the first time it is taken, one line per phase and backend."""
+        for phase, backend in dict.fromkeys((d.phase, d.backend) for d in self._last[0]):
+            log.info("%s of %d sites runs on %s%s", phase, len(self.fused), backend, ", replayed" if captured else "")
 
     def belongs_to(self, parameters: set[int]) -> bool:
         """Whether any of the graph's parameters is among those (by ``id``)."""

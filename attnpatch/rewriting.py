@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -47,9 +48,15 @@ def rewrite(graph_module: GraphModule, example_inputs: Sequence[Any], **options:
 
 
 def _copy(graph_module: GraphModule) -> GraphModule:
+    """A copy of the graph and of the graphs nested in it, over the same parameters and submodules."""
     graph = Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
-    return GraphModule(graph_module, graph)
+    graph.set_codegen(deepcopy(graph_module.graph._codegen))  # torch.export's takes arguments and output apart
+    module = GraphModule(graph_module, graph)
+    for name, child in list(module.named_children()):
+        if isinstance(child, GraphModule):
+            setattr(module, name, _copy(child))
+    return module
 
 
 def _inline_leaf_modules(module: GraphModule) -> None:

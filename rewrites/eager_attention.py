@@ -47,6 +47,7 @@ _CARRIERS = frozenset(CASTS) | frozenset(
         "transpose",
         "permute",
         "flatten",
+        "expand",
         "unsqueeze",
         "squeeze",
         "cat",

@@ -133,6 +133,21 @@ def online_softmax(s, m_i, l_i, scale):
 
 
 @triton.jit
+def products(q_tile, k_tile, PRECISION: tl.constexpr):
+    """``q k^T``, ``[m, n]`` in fp32.
+
+    Exact float32 products are summed in four parts of the head dim: one running sum over 64 rounds 1.7 times as much
+    as cuBLAS does, four parts as much (H200, 2026-11-29).
+    """
+    if PRECISION == "ieee" and k_tile.dtype == tl.float32 and q_tile.shape[1] >= 64:
+        PART: tl.constexpr = q_tile.shape[1] // 4
+        q_parts = q_tile.reshape(q_tile.shape[0], 4, PART).permute(1, 0, 2)
+        k_parts = k_tile.reshape(k_tile.shape[0], 4, PART).permute(1, 2, 0)
+        return tl.sum(tl.dot(q_parts, k_parts, input_precision=PRECISION), axis=0)
+    return tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
+
+
+@triton.jit
 def accumulate(acc, alpha, p, v_tile, PRECISION: tl.constexpr):
     """``acc * alpha + p v``.
 

@@ -26,6 +26,7 @@ from attnpatch.kernels.common.primitives import (
     natural_scores,
     normalised,
     online_softmax,
+    products,
     store_rows,
     tile_pointers,
 )
@@ -97,7 +98,7 @@ def _decode_split_kernel(
     for n in tl.range(lo, hi, BLOCK_N):
         k_tile = load_rows(k, k_strides, b, h_kv, n, hi, HEAD_DIM, BLOCK_N, BLOCK_D)
         v_tile = load_rows(v, v_strides, b, h_kv, n, hi, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
-        s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # [BLOCK_H, BLOCK_N]
+        s = products(q_tile, k_tile, PRECISION)  # [BLOCK_H, BLOCK_N]
         if NATURAL:
             s = natural_scores(s, sm_scale, softcap)
         keys = n + tl.arange(0, BLOCK_N)

@@ -30,6 +30,7 @@ from attnpatch.kernels.common.primitives import (
     natural_scores,
     normalised,
     online_softmax,
+    products,
     store_rows,
     tile_pointers,
 )
@@ -134,7 +135,7 @@ def _prefill_kernel(
     for run in tl.static_range(FIRST_RUN, LAST_RUN + 1):
         for n in tl.range(starts[run], stops[run], BLOCK_N):
             k_tile = load_rows(k, k_strides, b, h_kv, n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D)
-            s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+            s = products(q_tile, k_tile, PRECISION)  # [BLOCK_M, BLOCK_N]
             if NATURAL:
                 s = natural_scores(s, sm_scale, softcap)
             if run != 2:

@@ -69,7 +69,8 @@ def _add_rows(grads: list[Tensor], grad_o: Tensor, call: AttentionCall, start: i
 
 def _probabilities(part: AttentionCall, q: Tensor, k: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | float]:
     """The probabilities of a block of rows (zeros where hidden), and the softcap's derivative."""
-    z, slope = q @ k.transpose(-1, -2) * part.sm_scale, 1.0
+    z = q @ k.transpose(-1, -2) * part.sm_scale
+    slope: Tensor | float = 1.0
     if part.softcap is not None:
         t = torch.tanh(z / part.softcap)
         z, slope = part.softcap * t, 1.0 - t * t

@@ -1,0 +1,183 @@
+"""Report: its fields, its files, its table, and what it counts."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+
+import attnpatch
+from attnpatch.attention_call import PHASES
+from attnpatch.dispatch import Dispatch, Recording, Traffic
+from attnpatch.reporting import GraphRecord, Report
+from attnpatch.rewriter import SiteRecord
+
+
+@pytest.fixture
+def report(tiny, ids):
+    """A patched Tiny after two prefills and one call of one token."""
+    attnpatch.patch(tiny)
+    for x in (ids, ids, ids[:, :1]):
+        tiny(x)
+    return attnpatch.report(tiny)
+
+
+def test_fields(report):
+    assert set(report.to_dict()) == {"summary", "sites", "gaps", "note"}
+    assert set(report.summary) == {"fused", "refused", "graphs", "bytes_avoided"}
+    site = report.to_dict()["sites"][0]
+    names = "module rule status reason mask num_heads num_kv_heads head_dim dtype dispatches"
+    assert list(site) == names.split()
+    assert list(site["dispatches"][0]) == ["phase", "backend", "calls", "captured", "reason"]
+
+
+def test_values(report):
+    site = dataclasses.asdict(report.sites[0])
+    dispatches = site.pop("dispatches")
+    assert site == {
+        "module": "layers.0",
+        "rule": "eager_attention",
+        "status": "fused",
+        "reason": "",
+        "mask": "causal | none",
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "dtype": "float32",
+    }
+    assert [(d["phase"], d["backend"], d["calls"], d["captured"]) for d in dispatches] == [
+        ("prefill", "cpu.sdpa", 2, False),
+        ("decode", "cpu.sdpa", 1, False),
+    ]
+    assert {d["phase"] for d in dispatches} <= set(PHASES)
+
+
+def test_summary_counts(report):
+    assert report.summary["fused"] == 2
+    assert report.summary["refused"] == 0
+    assert report.summary["graphs"] == 2
+    assert report.gaps == []
+    assert report.note == ""
+
+
+def test_bytes_avoided(report):
+    """Per layer and call: scores and probabilities written and read, K and V repeated, written and read."""
+
+    def call(seqlen):
+        scores, repeated = 4 * 2 * 4 * seqlen * seqlen, 2 * 2 * 4 * seqlen * (8 + 8)
+        return 4 * (scores + repeated)
+
+    assert report.summary["bytes_avoided"] == 2 * (2 * call(12) + call(1))
+
+
+def test_sdpa_sites_avoid_no_scores():
+    """Torch's own fused attention keeps none, so only the repeat of K and V counts."""
+    recorded = Recording()
+    recorded.dispatches, recorded.traffic = [Dispatch("prefill", "cpu.sdpa", "")] * 2, [Traffic(100, 10)] * 2
+    graph = GraphRecord([SiteRecord("a", "sdpa_call", "", ""), SiteRecord("b", "eager_attention", "", "")])
+    graph.count(recorded)
+    assert graph.bytes_avoided == 10 + 110
+
+
+def test_counts_grow_with_every_call(tiny, ids):
+    attnpatch.patch(tiny)
+    for n in (1, 2, 3):
+        tiny(ids)
+        assert [d.calls for d in attnpatch.report(tiny).sites[1].dispatches] == [n]
+
+
+def test_to_json(report, tmp_path):
+    report.to_json(tmp_path / "report.json")
+    assert json.loads((tmp_path / "report.json").read_text()) == report.to_dict()
+
+
+def test_to_html(report, tmp_path):
+    report.to_html(str(tmp_path / "report.html"))
+    page = (tmp_path / "report.html").read_text()
+    assert page.lstrip().lower().startswith("<!doctype html>")
+    text = re.sub("<[^>]*>", "", page)
+    for expected in ("layers.0-1", "eager_attention", "causal", "2 of 2 sites fused"):
+        assert expected in text
+
+
+def test_table_folds_equal_layers(report):
+    text = str(report)
+    assert "layers.0-1" in text
+    assert "4/2 x 8 float32" in text
+    assert "prefill: cpu.sdpa (2)" in text
+    assert "decode: cpu.sdpa (1)" in text
+    assert "2 of 2 sites fused, 0 refused; 2 graphs;" in text
+    assert max(len(line) for line in text.splitlines()) <= 118
+
+
+def test_table_keeps_different_layers_apart(tiny, ids):
+    tiny.layers[1].returns_probabilities = True
+    attnpatch.patch(tiny)(ids)
+    text = str(attnpatch.report(tiny))
+    assert "layers.0 " in text
+    assert "layers.1 " in text
+    assert "refused: the attention probabilities" in text
+    assert "1 of 2 sites fused, 1 refused" in text
+
+
+def test_before_the_first_call(tiny):
+    attnpatch.patch(tiny)
+    report = attnpatch.report(tiny)
+    assert (report.sites, report.note) == ([], "patched, but not called yet")
+    assert str(report) == "patched, but not called yet"
+
+
+def test_refused_in_one_graph_is_refused(tiny_with, ids):
+    """Eval first, then training with dropout: the site's status is the worse of the two."""
+    model = attnpatch.patch(tiny_with(dropout=0.5))
+    model(ids)
+    assert attnpatch.report(model).sites[0].status == "fused"
+    model.train()
+    model(ids)
+    (first, _) = attnpatch.report(model).sites
+    assert first.status == "refused"
+    assert sum(d.calls for d in first.dispatches) == 1
+
+
+def test_masks_of_several_graphs_are_listed(tiny, ids):
+    attnpatch.patch(tiny)
+    tiny(ids)
+    tiny(ids, torch.ones_like(ids))
+    assert attnpatch.report(tiny).sites[0].mask == "causal | causal, padding"
+
+
+def test_two_sites_of_one_module_stay_two():
+    sites = [SiteRecord("attn", "eager_attention", "", "", mask=m) for m in ("causal", "none")]
+    report = Report([GraphRecord(sites), GraphRecord(sites)], gaps={})
+    assert [site.mask for site in report.sites] == ["causal", "none"]
+    assert report.summary["fused"] == 2
+
+
+def test_replayed_runs_are_counted_as_captured():
+    """Under a CUDA graph no operator's Python runs: the run repeats what the capture dispatched."""
+    graph, recorded = GraphRecord([SiteRecord("a", "eager_attention", "", "")]), Recording()
+    recorded.dispatches, recorded.traffic = [Dispatch("decode", "triton.decode", "first choice")], [Traffic(5, 0)]
+    graph.count(recorded)
+    graph.count(Recording())
+    graph.count(Recording())
+    (site,) = Report([graph], gaps={}).sites
+    assert [(d.backend, d.calls, d.captured) for d in site.dispatches] == [
+        ("triton.decode", 1, False),
+        ("triton.decode", 2, True),
+    ]
+    assert graph.bytes_avoided == 15
+
+
+def test_a_graph_without_sites_is_no_replay():
+    graph = GraphRecord([])
+    graph.count(Recording())
+    assert Report([graph], gaps={}).sites == []
+
+
+def test_report_is_a_snapshot(tiny, ids):
+    attnpatch.patch(tiny)(ids)
+    before = attnpatch.report(tiny)
+    text = str(before)
+    tiny(ids)
+    assert str(before) == text
