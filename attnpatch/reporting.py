@@ -21,7 +21,6 @@ from torch import nn
 from attnpatch.dispatch import Dispatch, Recording
 from attnpatch.rewriter import SiteRecord
 
-
 log = logging.getLogger("attnpatch")
 
 

@@ -126,11 +126,12 @@ def measure_all(
 
 
 def results_table(results: dict[tuple[str, int], Measurement], device: str) -> Table:
-    """What was measured, and attnpatch's part of Hugging Face's two."""
+    """What was measured, and attnpatch as a multiple of Hugging Face's two."""
     dtype = str(default_dtype(device)).removeprefix("torch.")
-    table = Table(title=f"measured here: batch 1, {dtype}, each in a fresh process", title_justify="left")
-    table.add_column("tokens")
-    for header in (*TITLES.values(), "of eager", "of sdpa"):
+    title = f"measured here: batch 1, {dtype}; memory is the peak above the loaded model"
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for header in (*TITLES.values(), "vs eager", "vs sdpa"):
         table.add_column(header, justify="right")
     for title, unit, values in _rows(results):
         eager, sdpa, ours = values
@@ -151,5 +152,5 @@ def _rows(results: dict[tuple[str, int], Measurement]) -> Iterator[tuple[str, st
     for length in lengths:
         yield f"prefill {length:,}", "ms", row(length, lambda m: m.prefill_ms)
     for length in lengths:
-        yield f"its memory {length:,}", "MiB", row(length, lambda m: m.peak_bytes and m.peak_bytes / 2**20)
+        yield f"memory {length:,}", "MiB", row(length, lambda m: m.peak_bytes and m.peak_bytes / 2**20)
     yield "decode", "tok/s", row(lengths[0], lambda m: m.decode_tokens_per_s)
