@@ -106,9 +106,12 @@ def _constant(x: Any) -> Any:
     raise Unknown(x)
 
 
-def _binary(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> tuple[Any, Any]:
-    left, right = arg(node, 0, "input"), arg(node, 1, "other")
-    return pull.operand(node, left, indices), pull.operand(node, right, indices)
+def _operands(pull: Pullback, node: Node, indices: tuple[Affine, ...], *names: str) -> list[Any]:
+    return [pull.operand(node, arg(node, i, name), indices) for i, name in enumerate(names)]
+
+
+def _binary(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> list[Any]:
+    return _operands(pull, node, indices, "input", "other")
 
 
 def _add(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
@@ -227,16 +230,12 @@ def _abs(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
 
 
 def _where(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
-    condition, then, otherwise = (
-        pull.operand(node, arg(node, i, name), indices) for i, name in enumerate(("condition", "input", "other"))
-    )
+    condition, then, otherwise = _operands(pull, node, indices, "condition", "input", "other")
     return Where(as_condition(condition), then, otherwise)
 
 
 def _masked_fill(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
-    x, mask, fill = (
-        pull.operand(node, arg(node, i, name), indices) for i, name in enumerate(("input", "mask", "value"))
-    )
+    x, mask, fill = _operands(pull, node, indices, "input", "mask", "value")
     return Where(as_condition(mask), fill, x)
 
 
@@ -395,8 +394,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("zeros", "new_zeros", "zeros_like"), _filled(lambda n: 0)),
     **dict.fromkeys(("full", "full_like"), _filled(lambda n: arg(n, 1, "fill_value"))),
     "new_full": _filled(lambda n: arg(n, 2, "fill_value")),
-    "tensor": _filled(lambda n: arg(n, 0, "data")),
-    "scalar_tensor": _filled(lambda n: arg(n, 0, "s")),
+    **dict.fromkeys(("tensor", "scalar_tensor"), _filled(lambda n: n.args[0])),
     **dict.fromkeys((*CASTS, "bool", "int", "long"), _cast),
 }
 """How each operation's element follows from its inputs' elements. A new mask spelling is one line here."""

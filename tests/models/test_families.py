@@ -137,7 +137,7 @@ REFUSED = {
             [],
             {**GQA, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": SLIDING},
         ),
-        "sub between q k^T and softmax is not understood",
+        "getitem reads the attention probabilities",
     ),
 }
 
