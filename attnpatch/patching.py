@@ -54,20 +54,28 @@ class Patched:
         options: the patch's options.
         collector: where graphs and gaps are counted.
         previous: the ``_compiled_call_impl`` found, to be put back; None if there was none.
-        path: of the module in the model that was patched: sites have one name, whichever of the two is called.
+        root: the model that was patched, whose names the sites get.
     """
 
-    def __init__(self, module: nn.Module, options: Options, collector: Collector, previous: Any, path: str) -> None:
+    def __init__(
+        self, module: nn.Module, options: Options, collector: Collector, previous: Any, root: nn.Module
+    ) -> None:
         self.module, self.options, self.collector, self.previous = module, options, collector, previous
-        self.path = path
+        self.names = [name for name, _ in root.named_modules()]
         self.compiled = torch.compile(_own_code(next(_serial)), backend=self._backend, **_limit_argument())
 
     def _backend(self, gm: torch.fx.GraphModule, example_inputs: Any, **_: Any) -> Callable[..., Any]:
         compiled = compile_graph(gm, example_inputs, self.options, self.collector)
-        if self.path:
-            for site in self.collector.graphs[-1].sites:
-                site.module = f"{self.path}.{site.module}".rstrip(".")
+        for site in self.collector.graphs[-1].sites:
+            site.module = self._full_name(site.module)
         return compiled
+
+    def _full_name(self, path: str) -> str:
+        """The one module of the model whose name ends in ``path``: a graph names modules from where its frame began."""
+        if path in self.names:
+            return path
+        longer = [name for name in self.names if name.endswith(f".{path}")]
+        return longer[0] if len(longer) == 1 else path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model compiled."""
@@ -156,8 +164,7 @@ def patch(model: Model, **options: Any) -> Model:
     chosen, collector = from_keywords(options), Collector()
     for target in targets:
         previous = target.__dict__.get("_compiled_call_impl")
-        path = next((name for name, module in model.named_modules() if module is target), "")
-        target._compiled_call_impl = Patched(target, chosen, collector, previous, path)
+        target._compiled_call_impl = Patched(target, chosen, collector, previous, model)
     return model
 
 

@@ -201,21 +201,21 @@ def _take(merged: dict[tuple[str, int], SiteReport], key: tuple[str, int], site:
 def _table(sites: Sequence[SiteReport]) -> Table:
     """Rows of equal content in numbered layers are folded into one."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("site", "rule", "heads q/kv x dim", "mask", "runs on (calls)"):
+    for name in ("site, rule", "heads x dim", "mask", "runs on (calls)"):
         table.add_column(name, overflow="fold")
     for label, site in _folded(sites):
-        heads = f"{site.num_heads}/{site.num_kv_heads} x {site.head_dim} {site.dtype}" if site.num_heads else ""
-        ran = _ran(site) if site.status == "fused" else f"refused: {site.reason}"
-        table.add_row(label, site.rule, heads, site.mask, ran)
+        heads = f"{site.num_heads}/{site.num_kv_heads} x {site.head_dim}\n{site.dtype}" if site.num_heads else ""
+        table.add_row(f"{label}\n{site.rule}", heads, site.mask, _ran(site))
     return table
 
 
 def _ran(site: SiteReport) -> str:
-    """``prefill: cpu.sdpa (3)``, one line per phase and backend."""
+    """``prefill: cpu.sdpa (3)``, one line per phase and backend, and why a graph left the site alone."""
     counts: Counter[tuple[str, str, bool]] = Counter()
     for d in site.dispatches:
         counts[d.phase, d.backend, d.captured] += d.calls
     lines = [f"{p}: {b} ({n}{' replayed' if c else ''})" for (p, b, c), n in counts.items()]
+    lines += [f"refused: {site.reason}"] if site.reason else []
     return "\n".join(lines) or "not run yet"
 
 

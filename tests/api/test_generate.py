@@ -125,7 +125,6 @@ def test_dynamic_cache_holds_the_same_keys(llama_with):
 
 MODES = {
     "beams": {"num_beams": 3},
-    "sampling": {"do_sample": True, "top_k": 5},
     "no_cache": {"use_cache": False},
     "prompt_lookup": {"prompt_lookup_num_tokens": 3, "batch": 1},
     "chunked_prefill": {"prefill_chunk_size": 4},
@@ -152,7 +151,7 @@ def test_sliding_window_runs_past_the_window():
 
     torch.manual_seed(0)
     config = MistralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, sliding_window=6, bos_token_id=1, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     model = MistralForCausalLM._from_config(config, attn_implementation="eager").eval()
@@ -161,7 +160,7 @@ def test_sliding_window_runs_past_the_window():
         expected = generate(model, **kwargs)
         with attnpatch.patched(model, strict=True):
             assert torch.equal(generate(model, **kwargs), expected)
-            assert attnpatch.report(model).summary["fused"] == 2
+            assert attnpatch.report(model).summary["fused"] == 1
 
 
 def test_pipeline(llama_with):

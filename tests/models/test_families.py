@@ -14,7 +14,7 @@ BASE = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
     "pad_token_id": 0,
@@ -48,14 +48,14 @@ class Family(NamedTuple):
         return model._from_config(config, attn_implementation=attn_implementation).eval()
 
 
-CAUSAL = ["causal, padding"] * 2
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+CAUSAL = ["causal, padding"]
+GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
 
 DECODERS = {
     "llama_mha": Family("llama", "LlamaForCausalLM", CAUSAL),
-    "llama_gqa": Family("llama", "LlamaForCausalLM", CAUSAL, GQA),
+    "llama_gqa": Family("llama", "LlamaForCausalLM", CAUSAL * 2, {**GQA, "num_hidden_layers": 2}),
     "llama_mqa": Family("llama", "LlamaForCausalLM", CAUSAL, {"num_key_value_heads": 1}),
-    "mistral": Family("mistral", "MistralForCausalLM", ["causal, window 5, padding"] * 2, {**GQA, "sliding_window": 5}),
+    "mistral": Family("mistral", "MistralForCausalLM", ["causal, window 5, padding"], {**GQA, "sliding_window": 5}),
     "qwen2": Family("qwen2", "Qwen2ForCausalLM", CAUSAL, GQA),
     "qwen3": Family("qwen3", "Qwen3ForCausalLM", CAUSAL, {**GQA, "head_dim": 16}),
     "phi3": Family("phi3", "Phi3ForCausalLM", CAUSAL, GQA),
@@ -63,13 +63,20 @@ DECODERS = {
         "gemma2",
         "Gemma2ForCausalLM",
         ["causal, window 5, padding", "causal, padding"],
-        {**GQA, "head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0},
+        {
+            **GQA,
+            "num_hidden_layers": 2,
+            "head_dim": 16,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+        },
     ),
     "gemma3_text": Family(
         "gemma3",
         "Gemma3ForCausalLM",
         ["causal, window 5, padding", "causal, padding"],
-        {**GQA, "head_dim": 16, "sliding_window": 5, "layer_types": SLIDING},
+        {**GQA, "num_hidden_layers": 2, "head_dim": 16, "sliding_window": 5, "layer_types": SLIDING},
         "Gemma3TextConfig",
     ),
     "starcoder2": Family("starcoder2", "Starcoder2ForCausalLM", CAUSAL, GQA),
@@ -99,28 +106,28 @@ EAGER_ONLY = {
     "mpt": Family(
         "mpt",
         "MptForCausalLM",
-        ["causal, padding, streamed bias"] * 2,
-        {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
+        ["causal, padding, streamed bias"],
+        {"d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 64},
     ),
 }
 
 VISION = {"image_size": 16, "patch_size": 8}
 
 ENCODERS = {
-    "bert": Family("bert", "BertModel", ["padding"] * 2),
-    "vit": Family("vit", "ViTModel", ["none"] * 2, VISION, "ViTConfig"),
+    "bert": Family("bert", "BertModel", ["padding"]),
+    "vit": Family("vit", "ViTModel", ["none"], VISION, "ViTConfig"),
     "t5": Family(
         "t5",
         "T5EncoderModel",
-        ["padding, streamed bias"] * 2,
-        {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+        ["padding, streamed bias"],
+        {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4},
         "T5Config",
-        ["streamed bias"] * 2,  # the bias joins the mask before the call
+        ["streamed bias"],  # the bias joins the mask before the call
     ),
 }
 
 REFUSED = {
-    "bloom": (Family("bloom", "BloomForCausalLM", [], {"n_layer": 2, "n_head": 4}), "view reads the attention"),
+    "bloom": (Family("bloom", "BloomForCausalLM", [], {"n_layer": 1, "n_head": 4}), "view reads the attention"),
     "falcon_alibi": (
         Family("falcon", "FalconForCausalLM", [], {"alibi": True, "multi_query": False}),
         "view reads the attention",
@@ -135,7 +142,14 @@ REFUSED = {
             "gpt_oss",
             "GptOssForCausalLM",
             [],
-            {**GQA, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": SLIDING},
+            {
+                **GQA,
+                "head_dim": 8,
+                "num_local_experts": 2,
+                "num_experts_per_tok": 1,
+                "num_hidden_layers": 2,
+                "layer_types": SLIDING,
+            },
         ),
         "getitem reads the attention probabilities",
     ),
@@ -233,7 +247,7 @@ def test_refused_family(family, reason):
         attnpatch.patch(model)
         assert torch.equal(run(), original)
     report = attnpatch.report(model)
-    assert [site.status for site in report.sites] == ["refused"] * 2
+    assert [site.status for site in report.sites] == ["refused"] * model.config.num_hidden_layers
     for site in report.sites:
         assert reason in site.reason
 

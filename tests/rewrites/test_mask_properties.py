@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from attnpatch.testing.recording import check_rewrite
 
 RANDOM = settings(
-    max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 
 small = st.integers(-3, 4)
@@ -147,7 +147,7 @@ liftable = st.lists(
 )
 
 
-@settings(RANDOM, max_examples=25)
+@settings(RANDOM, max_examples=20)
 @given(terms=liftable, applied=st.sampled_from(sorted(APPLIED)), seed=st.integers(0, 9))
 def test_conjunctions_of_terms_are_lifted(terms, applied, seed):
     """Any number of bands and paddings is one band and one padding: nothing N x N is left."""
