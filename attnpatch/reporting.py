@@ -223,7 +223,7 @@ def _folded(sites: Sequence[SiteReport]) -> list[tuple[str, SiteReport]]:
     """``model.layers.0-29.self_attn`` for neighbours that differ only in one number of their path."""
     rows: list[tuple[str, int, int, SiteReport]] = []
     for site in sites:
-        pattern, number = _numbered(site.module or "(function)")
+        pattern, number = _numbered(site.module or "(top level)")
         previous = rows[-1] if rows else None
         if previous and number is not None and _same_row(previous, pattern, number, site):
             rows[-1] = (pattern, previous[1], number, previous[3])
