@@ -6,7 +6,6 @@ A torch-level graph spells one operation many ways: ``torch.matmul``, ``operator
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 _SAME_AS = {
     "truediv": "div", "true_divide": "div", "divide": "div", "itruediv": "div_", "imul": "mul_", "iadd": "add_",
@@ -25,7 +25,6 @@ _SAME_AS = {
     "greater": "gt", "not_equal": "ne", "swapaxes": "transpose", "swapdims": "transpose", "absolute": "abs",
     "concat": "cat", "concatenate": "cat", "_softmax": "softmax", "_to_copy": "to", "_unsafe_view": "view",
 }  # fmt: skip
-_OPERATOR_IN_PLACE = {"and_": "and", "or_": "or"}  # operator.and_ is not in place in spite of its name
 
 VIEWS = frozenset(
     [
@@ -157,28 +156,35 @@ def _fake_mode(node: Node) -> Any:
     return value(node).fake_mode
 
 
-def in_place_target(node: Node) -> Any:
-    """The node whose memory ``node`` writes, or None when it writes nothing."""
+def written_by(node: Node) -> list[Node]:
+    """The nodes whose memory ``node`` writes."""
     if node.op not in ("call_function", "call_method"):
-        return None
-    if node.kwargs.get("out") is not None:
-        return node.kwargs["out"]
-    name = op(node)
-    if node.target in (operator.and_, operator.or_):
-        return None
-    writes = name in ("setitem", "setattr") or (name.endswith("_") and not name.endswith("__"))
-    writes = writes or node.kwargs.get("inplace") is True or _schema_writes(node)
-    return node.args[0] if writes and node.args else None
+        return []
+    schema = _schema(node.target)
+    if schema is not None:
+        outputs = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+        found = [arg(node, i, a.name) for i, a in outputs]
+    elif node.kwargs.get("out") is not None:
+        found = [node.kwargs["out"]]
+    else:
+        name = op(node)
+        writes = name in ("setitem", "setattr") or (name.endswith("_") and not name.endswith("__"))
+        writes = writes or node.kwargs.get("inplace") is True
+        found = [node.args[0]] if writes and node.args else []
+    return [x for x in tree_leaves(found) if isinstance(x, Node)]
 
 
-def _schema_writes(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+def _schema(target: Any) -> Any:
+    """The schema of an operator, by which it says what it writes; None for functions and methods."""
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    return target._schema if isinstance(target, torch._ops.OpOverload) else None
 
 
 def root(node: Any) -> Any:
     """The node that owns the memory ``node`` may view: follows views and in-place results to their base."""
     while isinstance(node, Node):
-        base = in_place_target(node) if in_place_target(node) is not None else _viewed(node)
+        base = next(iter(written_by(node)), None) or _viewed(node)
         if not isinstance(base, Node):
             return node
         node = base
@@ -189,29 +195,39 @@ def _viewed(node: Node) -> Any:
     return node.args[0] if op(node) in VIEWS and node.args else None
 
 
+def memory(node: Node) -> Any:
+    """What identifies the memory of a tensor: the same for its views, for writes to it, and for other inputs on it.
+
+    Fake tensors share storage where real ones do, however the view is spelled.
+    """
+    tensor = value(node)
+    if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+        return tensor.untyped_storage()._cdata
+    return root(node)
+
+
 class Writes:
     """Every in-place write of a graph, in order: who may have changed a value between two places."""
 
     def __init__(self, graph: Graph) -> None:
         self.position = {node: i for i, node in enumerate(graph.nodes)}
-        targets = ((node, in_place_target(node)) for node in graph.nodes)
-        self.writes = [(node, root(target)) for node, target in targets if target is not None]
+        self.writes = [(node, memory(target)) for node in graph.nodes for target in written_by(node)]
 
     def touches(self, read: Node) -> bool:
         """Whether anything in the graph writes ``read``'s memory."""
-        base = root(read)
-        return any(written is base for _, written in self.writes)
+        base = memory(read)
+        return any(written == base for _, written in self.writes)
 
     def version(self, read: Node, at: Node) -> int:
         """How often ``read``'s memory was written before ``at``."""
-        base, high = root(read), self.position[at]
-        return sum(written is base and self.position[writer] < high for writer, written in self.writes)
+        base, high = memory(read), self.position[at]
+        return sum(written == base and self.position[writer] < high for writer, written in self.writes)
 
     def between(self, read: Node, start: Node, stop: Node) -> Node | None:
         """The first write to ``read``'s memory after ``start`` and before ``stop``, or None."""
-        base, low, high = root(read), self.position[start], self.position[stop]
+        base, low, high = memory(read), self.position[start], self.position[stop]
         for writer, written in self.writes:
-            if written is base and low < self.position[writer] < high:
+            if written == base and low < self.position[writer] < high:
                 return writer
         return None
 
@@ -234,8 +250,7 @@ def erase_dead(graph: Graph, nodes: Iterable[Node]) -> None:
 def _erasable(node: Node) -> bool:
     if node.op not in ("call_function", "call_method", "get_attr"):
         return False
-    target = in_place_target(node)
-    if target is not None and not _is_private(target):
+    if not all(_is_private(target) for target in written_by(node)):
         return False
     return op(node) not in ("rand", "randn", "bernoulli", "multinomial", "rand_like", "randn_like")
 

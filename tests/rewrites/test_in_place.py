@@ -147,6 +147,38 @@ def test_one_mask_for_two_layers_with_the_length_growing_between():
     check(function, *qkv(1), torch.tensor(3))
 
 
+def test_length_read_by_one_mask_before_and_after_it_grows():
+    """One scalar, two values: the right edge of the window is of before, the left one of after."""
+
+    def function(q, k, v, length):
+        keep = torch.arange(S)[None, :] <= length
+        length.add_(2)
+        keep = keep & (torch.arange(S)[None, :] > length - 5)
+        return attend(q, k, v, torch.where(keep, 0.0, MIN))
+
+    check(function, *qkv(1), torch.tensor(4))
+
+
+def test_length_that_is_a_view_of_a_larger_tensor():
+    def function(q, k, v, lengths):
+        mask = torch.where(torch.arange(S)[None, :] <= lengths[0], 0.0, MIN)
+        lengths.add_(2)
+        return attend(q, k, v, mask)
+
+    check(function, *qkv(1), torch.tensor([4, 9]))
+
+
+def test_length_shifted_then_grown():
+    def function(q, k, v, length):
+        position = length - 1
+        mask = torch.where(torch.arange(S)[None, :] <= position, 0.0, MIN)
+        length.add_(2)
+        position += 1
+        return attend(q, k, v, mask)
+
+    check(function, *qkv(1), torch.tensor(4))
+
+
 def test_length_returned_by_the_in_place_add():
     def function(q, k, v, length):
         grown = length.add_(2)
@@ -244,13 +276,125 @@ def test_run_time_scale_written_after_its_use():
     check(function, *qkv(), torch.tensor(0.5), steps=2)
 
 
-def test_write_through_another_view():
+VIEWS_OF_KEYS = {
+    "transpose": lambda k: k.transpose(1, 2),
+    "mT": lambda k: k.mT,
+    "T": lambda k: k[0, 0].T,
+    "permute": lambda k: k.permute(3, 2, 1, 0),
+    "swapaxes": lambda k: k.swapaxes(0, 1),
+    "movedim": lambda k: torch.movedim(k, 0, -1),
+    "moveaxis": lambda k: k.moveaxis(0, -1),
+    "slice": lambda k: k[:, :, 3:5],
+    "index": lambda k: k[0],
+    "select": lambda k: k.select(1, 2),
+    "narrow": lambda k: torch.narrow(k, 2, 1, 4),
+    "view": lambda k: k.view(B * H, S, D),
+    "view_as": lambda k: k.view_as(torch.empty(B * H, S * D)),
+    "reshape": lambda k: k.reshape(-1),
+    "reshape_as": lambda k: k.reshape_as(torch.empty(B * H, S * D)),
+    "ravel": lambda k: k.ravel(),
+    "flatten": lambda k: k.flatten(1),
+    "unflatten": lambda k: k.unflatten(3, (4, 4)),
+    "squeeze": lambda k: k[:1].squeeze(0),
+    "unsqueeze": lambda k: torch.unsqueeze(k, 0),
+    "expand": lambda k: k[None].expand(1, -1, -1, -1, -1),
+    "chunk": lambda k: k.chunk(2, dim=2)[1],
+    "split": lambda k: torch.split(k, 4, dim=2)[0],
+    "tensor_split": lambda k: torch.tensor_split(k, 3, dim=2)[0],
+    "unbind": lambda k: k.unbind(1)[3],
+    "diagonal": lambda k: k.diagonal(dim1=2, dim2=3),
+    "unfold": lambda k: k.unfold(2, 4, 4),
+    "as_strided": lambda k: k.as_strided((5,), (3,)),
+    "detach": lambda k: k.detach(),
+    "alias": lambda k: torch.ops.aten.alias(k),
+    "contiguous": lambda k: k.contiguous(),
+    "to": lambda k: k.to(torch.float32),
+    "dtype_view": lambda k: k.view(torch.int32),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS_OF_KEYS.values(), ids=VIEWS_OF_KEYS)
+def test_write_through_a_view(view):
+    """However the written tensor is named: what the product has read, the operator must read."""
+
     def function(q, k, v):
-        scores = q @ k.transpose(-1, -2)
-        k.transpose(1, 2)[:, 3:5].zero_()
+        scores = q @ k.transpose(-1, -2) * 0.25
+        view(k).zero_()
         return scores.softmax(-1) @ v
 
     assert "is written in place" in check(function, *qkv()).reasons[0]
+
+
+@pytest.mark.parametrize("name", sorted(set(VIEWS_OF_KEYS) - {"T", "as_strided", "diagonal"}))
+def test_keys_read_through_a_view(name):
+    """The view is what attention reads, and its base is what is written."""
+
+    def function(q, k, v):
+        keys = VIEWS_OF_KEYS[name](k).float().reshape(-1)[: H * D * S // 4].reshape(1, H, -1, D)
+        scores = q @ keys.transpose(-1, -2) * 0.25
+        k.zero_()
+        return scores.softmax(-1) @ v[:, :, : keys.shape[2]]
+
+    check(function, *qkv())
+
+
+@pytest.fixture(scope="module")
+def custom_ops():
+    """Cache updates as other libraries register them: what is written is not the first argument."""
+
+    def update(x, cache):
+        cache.copy_(x)
+
+    with torch.library._scoped_library("attnpatch_test", "FRAGMENT") as library:
+        library.define("update(Tensor x, Tensor(a!) cache) -> ()")
+        library.impl("update", update, "CompositeExplicitAutograd")
+        library.define("read(Tensor x) -> Tensor")
+        library.impl("read", lambda x: x.clone(), "CompositeExplicitAutograd")
+        yield torch.ops.attnpatch_test
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("overload", ["packet", "default"])
+def test_custom_operator_that_writes_its_second_argument(custom_ops, overload, when):
+    update = custom_ops.update if overload == "packet" else custom_ops.update.default
+
+    def function(q, k, v, new):
+        if when == "before":
+            update(new, k)
+        scores = q @ k.transpose(-1, -2) * 0.25
+        if when == "after":
+            update(new, k)
+        return scores.softmax(-1) @ v
+
+    backend = check(function, *qkv(), torch.randn(B, H, S, D), steps=2)
+    assert len(backend.named("update")) == 1
+    assert len(backend.reasons) == (when == "after")
+
+
+def test_custom_operator_that_writes_nothing(custom_ops):
+    def function(q, k, v):
+        scores = q @ k.transpose(-1, -2) * 0.25
+        return scores.softmax(-1) @ v + custom_ops.read(k)
+
+    assert check(function, *qkv()).masks == ["none"]
+
+
+def test_inputs_on_one_memory():
+    """Two arguments that are views of one tensor: writing the one changes the other."""
+    base = torch.randn(2 * B, H, S, D)
+
+    def function(q, k, v, alias):
+        scores = q @ k.transpose(-1, -2) * 0.25
+        alias.zero_()
+        return scores.softmax(-1) @ v
+
+    torch._dynamo.reset()
+    backend = RecordingBackend()
+    compiled, outputs = torch.compile(function, backend=backend, dynamic=False), []
+    for run in (compiled, function):
+        k = base.clone()
+        outputs.append(run(base[:B], k[:B], base[B:], k.view(-1)))
+    torch.testing.assert_close(*outputs)
 
 
 def test_write_through_a_common_base():
