@@ -82,7 +82,9 @@ class Pullback:
         if isinstance(x, Node) and isinstance(value(x), Tensor):
             scalar = scalar_affine(x)
             if scalar is not None and x in scalar.coefficients:
-                self.readers.setdefault(x, reader)
+                first = self.readers.setdefault(x, reader)
+                if self.writes.between(x, first, reader) or self.writes.between(x, reader, first):
+                    raise Unknown(x)  # one scalar, two values
             return self.element(x, broadcast(indices, x))
         return self.element(x, ())
 

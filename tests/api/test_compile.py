@@ -194,14 +194,17 @@ def test_environment_log(monkeypatch, tiny, ids, caplog):
     assert "stays unfused" in caplog.text
 
 
-def test_rest_inductor():
+@pytest.mark.parametrize(
+    "arguments", [{"options": {"rest": "inductor"}}, {"mode": "reduce-overhead"}], ids=["options", "mode"]
+)
+def test_rest_inductor(arguments):
     """The rewritten graph goes through Inductor, which asserts the operator's strides, forward and backward."""
 
     def attend(q, k, v):
         return ((q @ k.transpose(-1, -2)).softmax(-1) @ v).transpose(1, 2).reshape(2, 7, -1) + 1.0
 
     args = [torch.randn(2, 4, 7, 8, requires_grad=True) for _ in range(3)]
-    compiled = torch.compile(attend, backend="attnpatch", options={"rest": "inductor"})
+    compiled = torch.compile(attend, backend="attnpatch", **arguments)
     y, original = compiled(*args), attend(*args)
     assert_same_function(y, original, run_float64(attend, *args))
     grad = torch.randn_like(y)
