@@ -10,6 +10,7 @@ from typing import Any
 
 from attnpatch.dispatch import check_names
 
+_OFF = ("", "0", "false", "no", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -26,7 +27,7 @@ class Options:
         inductor: options that go to Inductor as they are.
     """
 
-    strict: bool = field(default_factory=lambda: os.environ.get("ATTNPATCH_STRICT", "") not in ("", "0"))
+    strict: bool = field(default_factory=lambda: os.environ.get("ATTNPATCH_STRICT", "").lower() not in _OFF)
     backends: tuple[str, ...] = field(default_factory=lambda: _split(os.environ.get("ATTNPATCH_BACKENDS", "")))
     rest: str = "eager"
     log_level: str = field(default_factory=lambda: os.environ.get("ATTNPATCH_LOG", "warning").lower())
