@@ -5,9 +5,11 @@ Query row ``i`` sees key ``j`` of batch ``b`` if and only if all of these hold:
     i + q_offset - window_left <= j <= i + q_offset + window_right     (None: unbounded on that side)
     key_padding[b, j]
     attn_mask[b, h, i, j] does not exclude                             (see attnpatch.masking)
+    first <= j < stop                                                  (key_bounds[b, h, i] = -first, stop, plain)
 
-and its score is ``softcap(q_i . k_j * sm_scale) + attn_mask[b, h, i, j]`` (the last only when additive),
-with ``softcap(s) = softcap * tanh(s / softcap)``. A row that sees no key gives zeros.
+and its score is ``softcap(q_i . k_j * sm_scale) + attn_mask[b, h, i, j] - alibi_slopes[b, h] * |i + q_offset - j|``
+(the mask only when additive), with ``softcap(s) = softcap * tanh(s / softcap)``. ``sinks[h]`` is one more score in the
+softmax's denominator, of no key. A row that sees no key gives zeros, and -inf as its lse, sinks or not.
 Head ``h`` of q reads head ``h // group_size`` of k and v.
 """
 
@@ -40,6 +42,14 @@ class AttentionCall(NamedTuple):
         window_left: keys visible left of a query's own position; None = all.
         window_right: keys visible right of it; 0 is causal; None = all.
         softcap: cap on the scaled scores, or None.
+        key_bounds: int32, as a view of shape ``[batch, num_heads, seqlen_q, 3]`` (broadcast dimensions have stride 0),
+            or None. ``plain = 1`` promises that key_padding and attn_mask hide nothing and add nothing in
+            ``first <= j < stop``, so that a kernel need not read them. ``first`` is negated so that two bounds
+            intersect by one ``torch.minimum``; neither has to lie in ``[0, seqlen_k]``.
+        sinks: float ``[num_heads]``, in the units of the final scores, or None.
+        alibi_slopes: float32 ``[num_heads]`` or ``[batch, num_heads]``, or None.
+        lse: float32 ``[batch, num_heads, seqlen_q]``, contiguous: where the kernel writes the natural logarithm of the
+            softmax's denominator; None when nobody asks.
     """
 
     q: Tensor
@@ -52,6 +62,10 @@ class AttentionCall(NamedTuple):
     window_left: int | None = None
     window_right: int | None = None
     softcap: float | None = None
+    key_bounds: Tensor | None = None
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    lse: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -104,7 +118,7 @@ class AttentionCall(NamedTuple):
         seqlen_q, seqlen_k = self.q.shape[2], self.k.shape[2]
         if seqlen_q == 1:
             return "decode"
-        per_row_mask = self.attn_mask is not None and self.attn_mask.stride(2) != 0
+        per_row_mask = any(x is not None and x.stride(2) != 0 for x in (self.attn_mask, self.key_bounds))
         if seqlen_q != seqlen_k and self.window_right is None and not per_row_mask:
             return "cross"
         return "append" if seqlen_q <= MAX_APPEND and seqlen_k > seqlen_q else "prefill"

@@ -1,6 +1,7 @@
 """The oracle of every attention kernel: the call's definition written out in float64.
 
-s = q k^T * sm_scale;  s = softcap * tanh(s / softcap);  s += bias;  p = softmax(s over visible keys);  o = p v
+s = q k^T * sm_scale;  s = softcap * tanh(s / softcap);  s += bias - slope * |i + q_offset - j|
+p = exp(s) / (sum over visible keys of exp(s) + exp(sink));  o = p v
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnpatch.attention_call import AttentionCall
-from attnpatch.masking import excluded, visible_tile
+from attnpatch.masking import alibi_bias, excluded, positions, visible_tile
 
 
 def attention_reference(call: AttentionCall, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -22,6 +23,11 @@ def attention_reference(call: AttentionCall, dtype: torch.dtype = torch.float64)
     Returns:
         ``[batch, num_heads, seqlen_q, head_dim_v]`` in ``dtype``; rows without a visible key are zeros.
     """
+    return attention_lse_reference(call, dtype)[0]
+
+
+def attention_lse_reference(call: AttentionCall, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """:func:`attention_reference`, and the lse ``[batch, num_heads, seqlen_q]``; both in ``dtype``."""
     hidden = hidden_keys(call)
     # Select, do not multiply: 0 * NaN from an unwritten cache tail is NaN, forward and backward.
     unused = hidden.all(dim=2)[..., None]  # [batch, num_heads, seqlen_k, 1]
@@ -32,18 +38,22 @@ def attention_reference(call: AttentionCall, dtype: torch.dtype = torch.float64)
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if call.attn_mask is not None and call.attn_mask.dtype != torch.bool:
         scores = scores + call.attn_mask.to(dtype).masked_fill(hidden, 0.0)
+    if call.alibi_slopes is not None:
+        scores = scores + alibi_bias(call, *positions(call), dtype)
     no_key = hidden.all(dim=-1, keepdim=True)
     scores = scores.masked_fill(hidden, -torch.inf).masked_fill(no_key, 0.0)
-    return scores.softmax(dim=-1).masked_fill(hidden, 0.0) @ v
+    if call.sinks is not None:
+        sinks = call.sinks.to(dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    p = scores.softmax(dim=-1)[..., : call.seqlen_k].masked_fill(hidden, 0.0)
+    return p @ v, scores.logsumexp(dim=-1).masked_fill(no_key[..., 0], -torch.inf)
 
 
 def hidden_keys(call: AttentionCall) -> Tensor:
     """Bool ``[batch, num_heads, seqlen_q, seqlen_k]``: True where a row must not see a key."""
-    device = call.q.device
-    rows, keys = torch.arange(call.seqlen_q, device=device), torch.arange(call.seqlen_k, device=device)
     shape = (call.batch, call.num_heads, call.seqlen_q, call.seqlen_k)
-    hidden = torch.zeros(shape, dtype=torch.bool, device=device)
-    visible = visible_tile(call, rows, keys)
+    hidden = torch.zeros(shape, dtype=torch.bool, device=call.q.device)
+    visible = visible_tile(call, *positions(call))
     if visible is not None:
         hidden = hidden | ~visible
     if call.attn_mask is not None:

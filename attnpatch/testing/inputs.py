@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnpatch import attention_call
 from attnpatch.attention_call import AttentionCall
-from attnpatch.kernels.reference import attention_reference, hidden_keys
+from attnpatch.kernels.reference import attention_lse_reference, hidden_keys
 from attnpatch.testing.tolerance import assert_same_function
 
 
@@ -43,7 +43,7 @@ def random_call(
         device: where.
         seed: of the generator.
         terms: further fields of AttentionCall; ``sm_scale`` defaults to ``head_dim ** -0.5``, and a 4-D
-            ``attn_mask`` is expanded to the scores' shape.
+            ``attn_mask`` is expanded to the scores' shape, ``key_bounds`` likewise; ``lse=True`` asks for one.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
@@ -56,8 +56,18 @@ def random_call(
     v = draw(seqlen_k, num_kv_heads, head_dim_v or head_dim)
     if terms.get("attn_mask") is not None:
         terms["attn_mask"] = terms["attn_mask"].expand(batch, num_heads, seqlen_q, seqlen_k)
+    if terms.get("key_bounds") is not None:
+        terms["key_bounds"] = terms["key_bounds"].expand(batch, num_heads, seqlen_q, 3)
+    if terms.get("lse") is True:
+        terms["lse"] = torch.empty(batch, num_heads, seqlen_q, device=device)
     terms.setdefault("sm_scale", head_dim**-0.5)
     return AttentionCall(q, k, v, **terms)
+
+
+def key_bounds(first: Any, stop: Any, plain: Any = 1) -> Tensor:
+    """``AttentionCall.key_bounds`` of rows that see ``first <= j < stop``: numbers, or tensors that broadcast."""
+    values = torch.broadcast_tensors(*(torch.as_tensor(x) for x in (first, stop, plain)))
+    return torch.stack([-values[0], *values[1:]], dim=-1).int()
 
 
 @contextmanager
@@ -73,13 +83,28 @@ def poisoned_outputs() -> Iterator[None]:
 
 
 def check_backend(backend: Any, call: AttentionCall) -> Tensor:
-    """Run ``call`` on a backend and assert values, zeros of hidden rows, layout and dtype; return the output."""
+    """Run ``call`` on a backend and assert values, zeros of hidden rows, layout, dtype and lse; return the output."""
     assert backend.refuses(call) is None, backend.refuses(call)
+    if call.lse is not None:
+        call.lse.fill_(float("nan"))
     with poisoned_outputs():
         o = backend.run(call)
     visible_rows = ~hidden_keys(call).all(dim=-1)
-    assert_same_function(o, attention_reference(call, call.q.dtype), attention_reference(call), visible_rows)
+    (original, _), (o64, lse64) = attention_lse_reference(call, call.q.dtype), attention_lse_reference(call)
+    assert_same_function(o, original, o64, visible_rows)
     assert (o[~visible_rows] == 0).all(), "a row without a visible key must be zeros"
     expected = call.empty_output()
     assert (o.shape, o.stride(), o.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    if call.lse is not None:
+        _check_lse(call, lse64, visible_rows)
     return o
+
+
+def _check_lse(call: AttentionCall, lse64: Tensor, visible_rows: Tensor) -> None:
+    """The lse is as right as float32 arithmetic makes it, and -inf exactly where a row sees no key."""
+    assert call.lse is not None
+    assert torch.equal(call.lse == -torch.inf, ~visible_rows)
+    lse, original = (
+        x.masked_fill(~visible_rows, 0.0) for x in (call.lse, attention_lse_reference(call, torch.float32)[1])
+    )
+    assert_same_function(lse, original, lse64.masked_fill(~visible_rows, 0.0))

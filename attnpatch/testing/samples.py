@@ -41,6 +41,10 @@ def slice_call(call: AttentionCall, index: Index) -> AttentionCall:
         attn_mask=None if call.attn_mask is None else call.attn_mask[index],
         key_padding=None if call.key_padding is None else call.key_padding[b],
         q_offset=offset + rows.start,
+        key_bounds=None if call.key_bounds is None else call.key_bounds[index],
+        sinks=None if call.sinks is None else call.sinks[h],
+        alibi_slopes=None if call.alibi_slopes is None else call.alibi_slopes.expand(call.batch, -1)[b, h],
+        lse=None if call.lse is None else call.lse[index],
     )
 
 

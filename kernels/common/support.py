@@ -31,6 +31,9 @@ def refusal(call: AttentionCall, name: str) -> str | None:
         return f"head_dim {width} is above {MAX_HEAD_DIM}, the widest tile of {name}"
     if call.sm_scale <= 0:
         return f"sm_scale {call.sm_scale} is not positive, so the largest product is not the largest score"
+    for term in ("key_bounds", "sinks", "alibi_slopes", "lse"):
+        if getattr(call, term) is not None:
+            return f"{name} takes no {term} yet"
     major, minor = capability(call.q.device)
     if major < 8:
         return f"compute capability {major}.{minor} is below 8.0"

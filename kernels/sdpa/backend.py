@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnpatch.attention_call import AttentionCall
 from attnpatch.dispatch import Backend
-from attnpatch.kernels.bands import key_range
+from attnpatch.kernels.bands import key_range, without_idle_terms
 from attnpatch.masking import excluded, visible_tile
 
 BLOCK_M = 256
@@ -24,18 +24,20 @@ BLOCK_M = 256
 def sdpa(call: AttentionCall) -> Tensor:
     """Run ``call`` through ``torch.nn.functional.scaled_dot_product_attention``.
 
-    Reads ``key_padding`` and a ``q_offset`` tensor on the host; on a GPU that waits for the device.
+    Reads ``key_padding``, ``key_bounds`` and a ``q_offset`` tensor on the host; on a GPU that waits for the device.
     """
     call = _simplified(call)
     if call.seqlen_q == 1:
         return _packed_decode(call)
-    if _is_plain_causal(call) or not (call.is_banded or call.key_padding is not None or call.attn_mask is not None):
+    masked = call.key_padding is not None or call.attn_mask is not None or call.key_bounds is not None
+    if not masked and (not call.is_banded or _is_causal(call)):
         return _whole(call)
     return _row_blocks(call)
 
 
 def _simplified(call: AttentionCall) -> AttentionCall:
-    """The call without a padding that hides nothing, and with a single offset as a number."""
+    """The call without terms that hide nothing, and with a single offset as a number."""
+    call = without_idle_terms(call)
     if call.key_padding is not None and bool(call.key_padding.all()):
         call = call._replace(key_padding=None)
     if isinstance(call.q_offset, Tensor) and call.q_offset.numel() == 1:
@@ -43,11 +45,10 @@ def _simplified(call: AttentionCall) -> AttentionCall:
     return call
 
 
-def _is_plain_causal(call: AttentionCall) -> bool:
-    """Whether ``is_causal=True``, which torch aligns upper-left, means exactly this call's mask."""
+def _is_causal(call: AttentionCall) -> bool:
+    """Whether ``is_causal=True``, which torch aligns upper-left, means exactly this call's band."""
     causal = call.window_left is None and call.window_right == 0
-    at_start = isinstance(call.q_offset, int) and call.q_offset == 0
-    return causal and at_start and call.key_padding is None and call.attn_mask is None
+    return causal and isinstance(call.q_offset, int) and call.q_offset == 0
 
 
 def _group_heads(call: AttentionCall, g: int) -> slice:
@@ -70,12 +71,13 @@ def _packed_decode(call: AttentionCall) -> Tensor:
     low, high = key_range(call, 0, 0)
     heads = (call.num_kv_heads, call.group_size)
     if isinstance(call.q_offset, int):  # the band is exactly low..high
-        visible = None if call.key_padding is None else call.key_padding[:, None, None, low:high]
-    else:
-        visible = _visible(call, 0, 1, low, high)
-    tile = None if call.attn_mask is None else call.attn_mask.unflatten(1, heads)[..., 0, low:high]
+        call = call._replace(window_left=None, window_right=None)
+    tile = None if call.attn_mask is None else call.attn_mask[..., low:high]
+    mask = _merged(tile, _visible(call, 0, 1, low, high))
+    if mask is not None and mask.shape[1] > 1:
+        mask = mask.unflatten(1, heads)[..., 0, :]
     q = call.q.reshape(call.batch, *heads, call.head_dim)
-    packed = _attend(q, call.k[:, :, low:high], call.v[:, :, low:high], _merged(tile, visible), call.sm_scale)
+    packed = _attend(q, call.k[:, :, low:high], call.v[:, :, low:high], mask, call.sm_scale)
     o = call.empty_output()
     return o.copy_(packed.reshape(o.shape))
 
@@ -90,8 +92,9 @@ def _row_blocks(call: AttentionCall) -> Tensor:
         for g in range(call.group_size):
             heads = _group_heads(call, g)
             tile = None if call.attn_mask is None else call.attn_mask[:, heads, start:stop, low:high]
+            seen = visible if visible is None or visible.shape[1] == 1 else visible[:, heads]
             rows = call.q[:, heads, start:stop]
-            o[:, heads, start:stop] = _attend(rows, k, v, _merged(tile, visible), call.sm_scale)
+            o[:, heads, start:stop] = _attend(rows, k, v, _merged(tile, seen), call.sm_scale)
     return o
 
 
@@ -134,6 +137,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sm_scale: floa
 def _refuses(call: AttentionCall) -> str | None:
     if call.softcap is not None:
         return f"softcap {call.softcap} has no place in torch's scaled_dot_product_attention"
+    if call.sinks is not None:
+        return "sinks have no place in torch's scaled_dot_product_attention"
+    if call.alibi_slopes is not None:
+        return "alibi_slopes have no place in torch's scaled_dot_product_attention but as a bias of every score"
+    if call.lse is not None:
+        return "torch's scaled_dot_product_attention does not return the lse"
     if call.sm_scale <= 0:
         return f"sm_scale {call.sm_scale} is not positive: torch's is_causal path gives NaN"
     return None

@@ -2,10 +2,10 @@
 
 For each tile of BLOCK_M query rows, over tiles of BLOCK_N keys that the band lets it see:
 
-    s     = q k^T * sm_scale, softcap, + bias, hidden -> -inf          [B, H, M, N], fp32
+    s     = q k^T * sm_scale, softcap, + biases, hidden -> -inf        [B, H, M, N], fp32
     m_new = max(m, max_n s);  p = exp(s - m_new);  alpha = exp(m - m_new)
     l     = alpha l + sum_n p;  acc = alpha acc + p v
-    o     = acc / l  (l == 0: zeros)
+    o     = acc / l  (l == 0: zeros);  lse = m + log(l)
 
 Nothing of size seqlen_q x seqlen_k is ever built. It takes every call: the last resort on each device.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from attnpatch.attention_call import AttentionCall
 from attnpatch.dispatch import Backend
-from attnpatch.kernels.bands import key_range
-from attnpatch.masking import excluded, visible_tile
+from attnpatch.kernels.bands import key_range, without_idle_terms
+from attnpatch.masking import alibi_bias, excluded, visible_tile
 
 BLOCK_M = 256
 BLOCK_N = 1024
@@ -26,7 +26,7 @@ BLOCK_N = 1024
 
 def tiled(call: AttentionCall) -> Tensor:
     """Run ``call`` with tiles of BLOCK_M x BLOCK_N scores; arithmetic in float32, or float64 for float64."""
-    o = call.empty_output()
+    o, call = call.empty_output(), without_idle_terms(call)
     for start in range(0, call.seqlen_q, BLOCK_M):
         rows = torch.arange(start, min(start + BLOCK_M, call.seqlen_q), device=call.q.device)
         o[:, :, rows[0] : rows[-1] + 1] = _row_tile(call, rows)
@@ -34,7 +34,7 @@ def tiled(call: AttentionCall) -> Tensor:
 
 
 def _row_tile(call: AttentionCall, rows: Tensor) -> Tensor:
-    """Output of the given query rows, ``[batch, num_heads, m, head_dim_v]``."""
+    """Output of the given query rows, ``[batch, num_heads, m, head_dim_v]``; writes their lse if the call wants it."""
     wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     first, last = int(rows[0]), int(rows[-1])
     q = _grouped(call.q[:, :, first : last + 1], call).to(wide) * call.sm_scale
@@ -52,7 +52,21 @@ def _row_tile(call: AttentionCall, rows: Tensor) -> Tensor:
         l_i = alpha * l_i + p.sum(dim=-1, keepdim=True)
         acc = alpha * acc + p @ v
         m_i = m_new
-    return (acc / l_i.masked_fill(l_i == 0, 1.0)).flatten(1, 2)
+    no_key = m_i == -torch.inf
+    m_i, l_i = m_i.masked_fill(no_key, 0.0), l_i.masked_fill(no_key, 1.0)
+    if call.sinks is not None:
+        m_i, l_i, acc = _with_sink(m_i, l_i, acc, _grouped(call.sinks.to(wide).view(1, -1, 1, 1), call))
+    if call.lse is not None:
+        lse = (m_i + l_i.log()).masked_fill(no_key, -torch.inf)
+        call.lse[:, :, first : last + 1] = lse.flatten(1, 2)[..., 0]
+    return (acc / l_i).flatten(1, 2)
+
+
+def _with_sink(m_i: Tensor, l_i: Tensor, acc: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The statistics and the accumulator with one more score, of no value, in every row."""
+    top = torch.maximum(m_i, sinks)
+    alpha = torch.exp(m_i - top)
+    return top, alpha * l_i + torch.exp(sinks - top), alpha * acc
 
 
 def _grouped(x: Tensor, call: AttentionCall) -> Tensor:
@@ -68,19 +82,22 @@ def _score_tile(call: AttentionCall, q: Tensor, rows: Tensor, keys: Tensor) -> t
     s = q @ k.transpose(-1, -2)
     if call.softcap is not None:
         s = call.softcap * torch.tanh(s / call.softcap)
+    if call.alibi_slopes is not None:
+        s = s + _grouped(alibi_bias(call, rows, keys, s.dtype), call)
     visible = visible_tile(call, rows, keys)
     if visible is not None:
-        s = s.masked_fill(~visible[:, None], -torch.inf)
-        v = _without_hidden_keys(v, visible)
+        seen = _grouped(visible, call) if visible.shape[1] > 1 else visible[:, None]
+        s = s.masked_fill(~seen, -torch.inf)
+        v = _without_hidden_keys(v, seen)
     if call.attn_mask is not None:
         s = _add_mask(s, _grouped(call.attn_mask, call)[..., int(rows[0]) : int(rows[-1]) + 1, low:high])
     return s, v
 
 
-def _without_hidden_keys(v: Tensor, visible: Tensor) -> Tensor:
+def _without_hidden_keys(v: Tensor, seen: Tensor) -> Tensor:
     """Zero the value rows that no query of the tile sees: 0 * NaN from an unwritten cache tail is NaN."""
-    hidden = ~visible.any(dim=2)  # [batch or 1, 1, n]
-    return v.masked_fill(hidden[:, None, ..., None], 0.0)
+    hidden = ~seen.any(dim=3).any(dim=2, keepdim=True)  # [batch or 1, num_kv_heads or 1, 1, n]
+    return v.masked_fill(hidden[..., None], 0.0)
 
 
 def _add_mask(s: Tensor, attn_mask: Tensor) -> Tensor:

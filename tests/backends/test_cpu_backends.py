@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 from attnpatch import dispatch
 from attnpatch.errors import NoBackend
 from attnpatch.kernels.reference import attention_reference
-from attnpatch.testing.inputs import check_backend, random_call
+from attnpatch.testing.inputs import check_backend, key_bounds, random_call
 from attnpatch.testing.tolerance import assert_same_function
 
 BACKENDS = ["cpu.sdpa", "cpu.tiled"]
@@ -131,6 +131,9 @@ def test_softcap(terms):
 
 
 REFUSED_BY_SDPA = {
+    "sinks": ({"sinks": torch.zeros(4)}, "sinks have no place"),
+    "alibi_slopes": ({"alibi_slopes": torch.zeros(4)}, "alibi_slopes have no place"),
+    "lse": ({"lse": True}, "does not return the lse"),
     "softcap": ({"softcap": 3.0}, "softcap 3.0 has no place"),
     "negative_scale": ({"sm_scale": -0.3, "window_right": 0}, "sm_scale -0.3 is not positive"),
     "zero_scale": ({"sm_scale": 0.0, "window_right": 0}, "sm_scale 0.0 is not positive"),
@@ -268,6 +271,18 @@ def test_nothing_quadratic_is_allocated(backend, terms):
     assert 0 < largest.numel <= 256 * 2048
 
 
+def test_a_mask_of_ones_costs_nothing(backend):
+    """Bounds that hide nothing leave one call of SDPA, and one loop without a mask."""
+    call = random_call(seqlen_q=2048, num_heads=1, num_kv_heads=1, head_dim=8, key_bounds=key_bounds(0, 2048))
+    call = call._replace(attn_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(1, 1, 2048, 2048))
+    plain = call._replace(attn_mask=None, key_bounds=None)
+    with LargestTensor() as masked:
+        backend.run(call)
+    with LargestTensor() as unmasked:
+        backend.run(plain)
+    assert masked.numel == unmasked.numel
+
+
 def test_the_watch_sees_a_quadratic_tensor():
     call = random_call(seqlen_q=2048, num_heads=1, num_kv_heads=1, head_dim=8)
     with LargestTensor() as largest:
@@ -312,8 +327,18 @@ def test_any_call(data, name):
         bias = torch.randn(shape)
         hidden = torch.rand(shape) > 0.7
         terms["attn_mask"] = {"bool": ~hidden, "bias": bias, "inf": bias.masked_fill(hidden, -torch.inf)}[mask]
-    if name == "cpu.tiled" and draw(st.booleans()):
-        terms["softcap"] = 2.0
+    if draw(st.booleans()):
+        shape = tuple(draw(st.sampled_from([1, n])) for n in (batch, kv_heads * group, seqlen_q))
+        first, stop = torch.randint(-1, 6, shape), torch.randint(0, seqlen_k + 3, shape)
+        terms["key_bounds"] = key_bounds(first, stop, 0)
+    if name == "cpu.tiled":
+        others = {
+            "softcap": 2.0,
+            "sinks": torch.randn(kv_heads * group),
+            "alibi_slopes": torch.rand(batch, kv_heads * group),
+            "lse": True,
+        }
+        terms |= {term: x for term, x in others.items() if draw(st.booleans())}
     call = random_call(
         batch=batch,
         num_heads=kv_heads * group,
@@ -337,6 +362,8 @@ PHASES = {
     "prefill": ({"seqlen_q": 12, "window_right": 0}, "prefill"),
     "bidirectional": ({"seqlen_q": 12}, "prefill"),
     "cross": ({"seqlen_q": 12, "seqlen_k": 30}, "cross"),
+    "cross_padding": ({"seqlen_q": 12, "seqlen_k": 30, "key_bounds": key_bounds(0, 20)}, "cross"),
+    "bounds_per_row": ({"seqlen_q": 12, "seqlen_k": 30, "key_bounds": key_bounds(0, torch.arange(12))}, "append"),
 }
 
 
