@@ -1,0 +1,162 @@
+"""Masks, biases and caches of hand-written attention, in the styles of known code; see ``handwritten.py``."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .handwritten import CONTEXT, B, Block, D, E, H, S, Style, merge, scaled, split, tokens
+
+WINDOW = 4
+
+
+def holes(length=S):
+    """Bool [B, length]: padding on the right and in between; the first key is real, and every causal row has one."""
+    keep = torch.rand(B, length) > 0.3
+    keep[:, 0], keep[0, -2:] = True, False
+    return keep
+
+
+def tokens_and_keep():
+    return torch.randn(B, S, E), holes()
+
+
+class NanoGPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(E, 3 * E), nn.Linear(E, E)
+        self.attn_dropout = nn.Dropout(0.0)
+        self.register_buffer("bias", torch.tril(torch.ones(16, 16)).view(1, 1, 16, 16))
+
+    def forward(self, x):
+        b, t, c = x.size()
+        q, k, v = self.c_attn(x).split(E, dim=2)
+        q, k, v = (z.view(b, t, H, c // H).transpose(1, 2) for z in (q, k, v))
+        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        att = att.masked_fill(self.bias[:, :, :t, :t] == 0, float("-inf"))
+        y = self.attn_dropout(F.softmax(att, dim=-1)) @ v
+        return self.c_proj(y.transpose(1, 2).contiguous().view(b, t, c))
+
+
+class GPT2(Block):
+    """where with a 0-d tensor of the lowest value."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bias", torch.ones(16, 16, dtype=torch.bool).tril().view(1, 1, 16, 16))
+
+    def attend(self, q, k, v):
+        w = torch.matmul(q, k.transpose(-1, -2)) / torch.full([], D**0.5, dtype=v.dtype)
+        mask = self.bias[:, :, k.size(-2) - q.size(-2) : k.size(-2), : k.size(-2)]
+        w = torch.where(mask, w.to(w.dtype), torch.full([], torch.finfo(w.dtype).min, dtype=w.dtype))
+        return torch.matmul(F.softmax(w, dim=-1).type(v.dtype), v)
+
+
+class TriuOfInf(Block):
+    def attend(self, q, k, v):
+        mask = torch.triu(torch.full((S, S), float("-inf")), diagonal=1)
+        return F.softmax(scaled(q, k) + mask, dim=-1) @ v
+
+
+class TrilIsZero(Block):
+    def attend(self, q, k, v):
+        mask = torch.tril(torch.ones(S, S, device=q.device)).unsqueeze(0).unsqueeze(0)
+        return scaled(q, k).masked_fill(mask == 0, -torch.inf).softmax(-1) @ v
+
+
+class MaskedBlock(Block):
+    """A second input: which tokens are real."""
+
+    def forward(self, x, keep):
+        return self.to_out(merge(self.attend(*map(split, self.project(x)), keep)))
+
+
+class Bert(MaskedBlock):
+    """Minus 10000 does not exclude: a bias."""
+
+    def attend(self, q, k, v, keep):
+        mask = (1.0 - keep[:, None, None, :].to(q.dtype)) * -10000.0
+        return nn.functional.softmax(torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(D) + mask, dim=-1) @ v
+
+
+class BertMin(MaskedBlock):
+    def attend(self, q, k, v, keep):
+        mask = (1.0 - keep[:, None, None, :].to(q.dtype)) * torch.finfo(q.dtype).min
+        return (scaled(q, k) + mask).softmax(dim=-1) @ v
+
+
+class CrossAttention4D(Block):
+    def forward(self, x, context, keep):
+        q, k, v = map(split, self.project(x, context))
+        scores = scaled(q, k) + torch.where(keep[:, None, None, :], 0.0, torch.finfo(torch.float32).min)
+        return self.to_out(merge(scores.softmax(-1) @ v))
+
+
+class BoolTimesConstant(MaskedBlock):
+    def attend(self, q, k, v, keep):
+        return (scaled(q, k) + ~keep[:, None, None, :] * -1e9).softmax(-1) @ v
+
+
+class PrefixLM(Block):
+    def attend(self, q, k, v):
+        rows, keys = torch.arange(S)[:, None], torch.arange(S)[None, :]
+        visible = (keys <= rows) | (keys < 3)
+        return scaled(q, k).masked_fill(~visible, -torch.inf).softmax(-1) @ v
+
+
+class Documents(Block):
+    def forward(self, x, ids):
+        q, k, v = map(split, self.project(x))
+        same = ids[:, None, :, None] == ids[:, None, None, :]
+        causal = torch.tril(torch.ones(S, S, dtype=torch.bool))
+        return merge(torch.where(same & causal, scaled(q, k), -torch.inf).softmax(-1) @ v)
+
+
+class TriuOfTril(Block):
+    def attend(self, q, k, v):
+        band = torch.triu(torch.tril(torch.ones(S, S, dtype=torch.bool), 2), -2)
+        return scaled(q, k).masked_fill(band.logical_not(), float("-inf")).softmax(-1) @ v
+
+
+class Chunks(Block):
+    """Llama 4: only keys of the row's own chunk, causal."""
+
+    def attend(self, q, k, v):
+        i = torch.arange(S)
+        visible = (i[:, None] // WINDOW == i[None, :] // WINDOW) & (i[None, :] <= i[:, None])
+        return torch.where(visible, scaled(q, k), torch.finfo(q.dtype).min).softmax(-1) @ v
+
+
+class NotItself(Block):
+    """ViT for small datasets: no token sees itself."""
+
+    def attend(self, q, k, v):
+        dots = torch.matmul(q, k.transpose(-1, -2)) * D**-0.5
+        dots = dots.masked_fill(torch.eye(S, dtype=torch.bool), -torch.finfo(dots.dtype).max)
+        return torch.matmul(dots.softmax(dim=-1), v)
+
+
+def context_and_keep():
+    return torch.randn(B, S, E), torch.randn(B, CONTEXT, E), holes(CONTEXT)
+
+
+def document_ids():
+    return torch.randn(B, S, E), torch.tensor([[0] * 4 + [1] * 6, [0] * 2 + [1] * 5 + [2] * 3])
+
+
+STYLES = {
+    "nano_gpt": Style(NanoGPT, tokens, "streamed mask [1, 1, 10, 10]"),
+    "gpt2": Style(GPT2, tokens, "streamed mask [1, 1, 10, 10]"),
+    "triu_of_inf": Style(TriuOfInf, tokens, "causal"),
+    "tril_is_zero": Style(TrilIsZero, tokens, "causal"),
+    "bert": Style(Bert, tokens_and_keep, "streamed bias [2, 1, 1, 10]"),
+    "bert_min": Style(BertMin, tokens_and_keep, "padding"),
+    "bool_times_constant": Style(BoolTimesConstant, tokens_and_keep, "padding"),
+    "cross_attention_4d": Style(CrossAttention4D, context_and_keep, "padding"),
+    "prefix_lm": Style(PrefixLM, tokens, None),
+    "documents": Style(Documents, document_ids, None),
+    "triu_of_tril": Style(TriuOfTril, tokens, "window 2 left, 2 right"),
+    "chunks": Style(Chunks, tokens, None),
+    "not_itself": Style(NotItself, tokens, None),
+}
