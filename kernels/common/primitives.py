@@ -64,10 +64,27 @@ def store_rows(
 
 
 @triton.jit
-def load_padding(key_padding, strides, b, keys, seqlen_k):
-    """Which of ``keys`` are real tokens of sequence b."""
+def load_padding(key_padding, strides, b, keys, inside):
+    """Which of ``keys`` are real tokens of sequence b; those not ``inside`` are not read and count as real."""
     pointers = key_padding + b.to(tl.int64) * strides[0] + keys.to(tl.int64) * strides[1]
-    return tl.load(pointers, mask=keys < seqlen_k, other=0).to(tl.int1)
+    return tl.load(pointers, mask=inside, other=1).to(tl.int1)
+
+
+@triton.jit
+def load_bounds(key_bounds, strides, b, h, rows, num_rows):
+    """First key, stop and plainness of ``rows`` of head (b, h).
+
+    A row past ``num_rows`` has those of the last one: the extremes over a tile stay those of its real rows.
+    """
+    rows = tl.minimum(rows, num_rows - 1).to(tl.int64)
+    pointers = head_base(key_bounds, strides, b, h) + rows * strides[2]
+    return -tl.load(pointers), tl.load(pointers + strides[3]), tl.load(pointers + 2 * strides[3])
+
+
+@triton.jit
+def load_per_head(x, strides, b, h):
+    """``x[b, h]`` in fp32, of one head or a block of them that all exist."""
+    return tl.load(x + b.to(tl.int64) * strides[0] + h * strides[1]).to(tl.float32)
 
 
 @triton.jit
@@ -107,12 +124,14 @@ def natural_scores(qk, sm_scale, softcap):
 
 @triton.jit
 def apply_mask_tile(s, visible, pointers, inside):
-    """Add an additive mask tile to ``s``; and with ``visible`` what a bool or additive tile does not exclude."""
-    tile = tl.load(pointers, mask=inside, other=0)
+    """Add an additive mask tile to ``s``; and with ``visible`` what a bool or additive tile does not exclude.
+
+    What is not ``inside`` is not read: it hides nothing and adds nothing.
+    """
     if pointers.dtype.element_ty == tl.int1:
-        visible = visible & (tile != 0)
+        visible = visible & (tl.load(pointers, mask=inside, other=1) != 0)
     else:
-        bias = tile.to(tl.float32)
+        bias = tl.load(pointers, mask=inside, other=0).to(tl.float32)
         visible = visible & (bias > EXCLUDE_AT_OR_BELOW) & (bias != FLOAT16_MIN)
         s += bias
     return s, visible
@@ -158,6 +177,26 @@ def accumulate(acc, alpha, p, v_tile, PRECISION: tl.constexpr):
         rescale = tl.broadcast_to(alpha[:, None], acc.shape)
         return tl.math.fma(acc, rescale, tl.dot(p, v_tile, input_precision=PRECISION))
     return tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
+
+
+@triton.jit
+def with_sink(m_i, l_i, sink):
+    """Fold one more score, in natural units and of no value, into the statistics of rows that saw a key.
+
+    Returns:
+        The factor that rescales what was accumulated, and the new m_i and l_i.
+    """
+    seen = m_i != float("-inf")
+    top = tl.where(seen, tl.maximum(m_i, sink * LOG2E), 0.0)
+    alpha = tl.math.exp2(m_i - top)
+    total = l_i * alpha + tl.math.exp2(sink * LOG2E - top)
+    return alpha, tl.where(seen, top, float("-inf")), tl.where(seen, total, 0.0)
+
+
+@triton.jit
+def natural_lse(m_i, l_i):
+    """Logarithm of the softmax's denominator, -inf for a row that saw no key."""
+    return (m_i + tl.math.log2(l_i)) * LN2
 
 
 @triton.jit

@@ -31,9 +31,6 @@ def refusal(call: AttentionCall, name: str) -> str | None:
         return f"head_dim {width} is above {MAX_HEAD_DIM}, the widest tile of {name}"
     if call.sm_scale <= 0:
         return f"sm_scale {call.sm_scale} is not positive, so the largest product is not the largest score"
-    for term in ("key_bounds", "sinks", "alibi_slopes", "lse"):
-        if getattr(call, term) is not None:
-            return f"{name} takes no {term} yet"
     major, minor = capability(call.q.device)
     if major < 8:
         return f"compute capability {major}.{minor} is below 8.0"
@@ -66,6 +63,11 @@ def offset_arguments(call: AttentionCall) -> tuple[int | Tensor, int | None]:
     if not isinstance(call.q_offset, Tensor):
         return call.q_offset, None
     return call.q_offset, call.q_offset.stride(0) if call.q_offset.dim() else 0
+
+
+def per_head(x: Tensor | None, call: AttentionCall) -> Tensor | None:
+    """``[num_heads]`` or ``[batch, num_heads]`` as the latter, a view."""
+    return None if x is None else x.expand(call.batch, call.num_heads)
 
 
 def strides(x: Tensor | None) -> tuple[int, ...] | None:

@@ -2,12 +2,15 @@
 
     _decode_split_kernel     program = (b, kv head, split): all query heads of the group against keys [lo, hi)
                              -> a normalised output o_s, its maximum m_s (base 2) and sum l_s per split and head
-    _decode_merge_kernel     o = sum_s w_s o_s / sum_s w_s  with  w_s = l_s exp2(m_s - max_s m_s)
+    _decode_merge_kernel     o = sum_s w_s o_s / sum_s w_s  with  w_s = l_s exp2(m_s - max_s m_s);  the sink, and lse
+
+One split needs no merge: it finishes by itself.
 
 m and l stay apart: rounded into one float32 lse, about 8 at 4096 keys, a split's weight would be off by 5e-7.
 
-Lengths are read on the device: each split cuts the keys that the band leaves, so a static cache is read only up to
-its valid length, and a CUDA graph replays while the length grows. A split with no key writes zeros, m = -inf and l = 0.
+Lengths are read on the device: each split cuts the keys that band and bounds leave, so a static cache is read only up
+to its valid length, and a CUDA graph replays while the length grows. A split with no key writes zeros, m = -inf and
+l = 0.
 
 Letters: b batch, h query head, n key, d head dim.
 """
@@ -20,27 +23,29 @@ from attnpatch.kernels.common.primitives import (
     accumulate,
     apply_mask_tile,
     head_base,
+    load_bounds,
     load_offset,
     load_padding,
+    load_per_head,
     load_rows,
+    natural_lse,
     natural_scores,
     normalised,
     online_softmax,
     products,
     store_rows,
     tile_pointers,
+    with_sink,
 )
 
 
 @triton.jit
-def _split_keys(offset, seqlen_k, window_left, window_right, split, num_splits, BLOCK_N: tl.constexpr):
-    """Keys [lo, hi) of this split: an equal share, in whole blocks, of what the band lets the row see."""
-    lo = 0
-    hi = seqlen_k
+def _split_keys(offset, lo, hi, window_left, window_right, split, num_splits, BLOCK_N: tl.constexpr):
+    """Keys of this split: an equal share, in whole blocks, of what the band lets the row see of [lo, hi)."""
     if window_left is not None:
-        lo = tl.maximum(offset - window_left, 0)
+        lo = tl.maximum(offset - window_left, lo)
     if window_right is not None:
-        hi = tl.minimum(offset + window_right + 1, seqlen_k)
+        hi = tl.minimum(offset + window_right + 1, hi)
     share = tl.cdiv(tl.cdiv(tl.maximum(hi - lo, 0), num_splits), BLOCK_N) * BLOCK_N
     lo += split * share
     return lo, tl.minimum(lo + share, hi)
@@ -53,10 +58,14 @@ def _decode_split_kernel(
     v,  # [batch, num_kv_heads, seqlen_k, HEAD_DIM_V]
     attn_mask,  # bool or additive [batch, num_kv_heads, GROUP_SIZE, seqlen_k], or None
     key_padding,  # bool [batch, seqlen_k], or None
+    key_bounds,  # int32 [batch, num_kv_heads, GROUP_SIZE, 3], or None
+    sinks,  # [batch, num_heads], or None; only without a merge
+    alibi_slopes,  # fp32 [batch, num_heads], or None
     q_offset,  # int, or a pointer read with offset_stride
     o,  # [num_splits, batch, num_kv_heads, GROUP_SIZE, HEAD_DIM_V]
     m,  # fp32 [num_splits, batch, num_kv_heads, GROUP_SIZE], contiguous, or None
     l,  # likewise
+    lse,  # fp32 [batch, num_heads], contiguous, or None; only without a merge
     sm_scale,
     softcap,
     window_left,
@@ -66,6 +75,9 @@ def _decode_split_kernel(
     v_strides,
     mask_strides,
     padding_strides,
+    bounds_strides,
+    sinks_strides,
+    slopes_strides,
     offset_stride,
     o_stride_split,
     o_strides,
@@ -82,13 +94,22 @@ def _decode_split_kernel(
     BLOCK_DV: tl.constexpr,
 ):
     """Output of a group's heads over one split of the keys; the heads are the rows of its tiles."""
-    NATURAL: tl.constexpr = attn_mask is not None or softcap is not None
+    HAS_BIAS: tl.constexpr = attn_mask is not None and attn_mask.dtype.element_ty != tl.int1
+    NATURAL: tl.constexpr = HAS_BIAS or softcap is not None or alibi_slopes is not None
 
     split = tl.program_id(0) % num_splits
     group = tl.program_id(0) // num_splits
     b, h_kv = group // num_kv_heads, group % num_kv_heads
     offset = load_offset(q_offset, offset_stride, b)
-    lo, hi = _split_keys(offset, seqlen_k, window_left, window_right, split, num_splits, BLOCK_N)
+    heads = tl.arange(0, BLOCK_H)
+    flat_head = h_kv * GROUP_SIZE + tl.minimum(heads, GROUP_SIZE - 1)  # tiles may be higher than a group
+    lo, hi, plain = 0, seqlen_k, 0
+    if key_bounds is not None:
+        first_key, stop, plains = load_bounds(key_bounds, bounds_strides, b, h_kv, heads, GROUP_SIZE)
+        lo = tl.maximum(tl.min(first_key, 0), lo)
+        hi = tl.minimum(tl.max(stop, 0), hi)
+        plain = tl.min(plains, 0)
+    lo, hi = _split_keys(offset, lo, hi, window_left, window_right, split, num_splits, BLOCK_N)
 
     scale = LOG2E if NATURAL else sm_scale * LOG2E
     q_tile = load_rows(q, q_strides, b, h_kv, 0, GROUP_SIZE, HEAD_DIM, BLOCK_H, BLOCK_D)
@@ -102,25 +123,37 @@ def _decode_split_kernel(
         if NATURAL:
             s = natural_scores(s, sm_scale, softcap)
         keys = n + tl.arange(0, BLOCK_N)
+        if alibi_slopes is not None:
+            slopes = load_per_head(alibi_slopes, slopes_strides, b, flat_head)
+            s -= slopes[:, None] * tl.abs(offset - keys)[None, :]
         visible = (keys < hi)[None, :]
         if key_padding is not None:
-            visible = visible & load_padding(key_padding, padding_strides, b, keys, hi)[None, :]
+            real = load_padding(key_padding, padding_strides, b, keys, (keys < hi) & (plain == 0))
+            visible = visible & real[None, :]
+        if key_bounds is not None:
+            visible = visible & (keys[None, :] >= first_key[:, None]) & (keys[None, :] < stop[:, None])
         if attn_mask is not None:
+            exists = (heads < GROUP_SIZE)[:, None] & (keys < hi)[None, :]
             head = head_base(attn_mask, mask_strides, b, h_kv)
             pointers = tile_pointers(head, mask_strides, 0, n, BLOCK_H, BLOCK_N)
-            inside = (tl.arange(0, BLOCK_H) < GROUP_SIZE)[:, None] & (keys < hi)[None, :]
-            s, visible = apply_mask_tile(s, visible, pointers, inside)
+            s, visible = apply_mask_tile(s, visible & exists, pointers, exists & (plain == 0))
         s = tl.where(visible, s, float("-inf"))
-        if key_padding is not None or attn_mask is not None:  # an unwritten slot may hold NaN, and 0 * NaN is NaN
+        if (
+            key_padding is not None or attn_mask is not None or key_bounds is not None
+        ):  # an unwritten slot may hold NaN, and 0 * NaN is NaN
             live = tl.max(visible.to(tl.int32), axis=0) > 0
             v_tile = tl.where(live[:, None], v_tile, 0.0)
         p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, scale)
         acc = accumulate(acc, alpha, p, v_tile, PRECISION)
 
+    if sinks is not None:
+        alpha, m_i, l_i = with_sink(m_i, l_i, load_per_head(sinks, sinks_strides, b, flat_head))
+        acc *= alpha[:, None]
+    if lse is not None:
+        tl.store(lse + group * GROUP_SIZE + heads, natural_lse(m_i, l_i), mask=heads < GROUP_SIZE)
     o_split = o + split.to(tl.int64) * o_stride_split
     store_rows(o_split, o_strides, b, h_kv, 0, GROUP_SIZE, normalised(acc, l_i), HEAD_DIM_V, BLOCK_H, BLOCK_DV)
     if m is not None:
-        heads = tl.arange(0, BLOCK_H)
         num_groups = tl.num_programs(0) // num_splits
         row = (split * num_groups + group) * GROUP_SIZE + heads
         tl.store(m + row, m_i, mask=heads < GROUP_SIZE)
@@ -132,7 +165,10 @@ def _decode_merge_kernel(
     o_partial,  # fp32 [num_splits, batch, num_heads, HEAD_DIM_V], contiguous
     m,  # fp32 [num_splits, batch, num_heads], contiguous
     l,  # likewise
+    sinks,  # [batch, num_heads], or None
     o,  # [batch, num_heads, 1, HEAD_DIM_V]
+    lse,  # fp32 [batch, num_heads], contiguous, or None
+    sinks_strides,
     o_strides,
     num_heads,
     total_heads,
@@ -155,6 +191,13 @@ def _decode_merge_kernel(
     top = tl.max(m_s, axis=0)
     weights = l_s * tl.math.exp2(m_s - tl.where(top == float("-inf"), 0.0, top))  # [BLOCK_S]
     total = tl.sum(weights, axis=0)
-    merged = tl.sum(partial * weights[:, None], axis=0) * tl.math.div_rn(1.0, tl.where(total == 0.0, 1.0, total))
-    pointers = head_base(o, o_strides, head // num_heads, head % num_heads) + cols.to(tl.int64) * o_strides[3]
+    merged = tl.sum(partial * weights[:, None], axis=0)
+    b, h = head // num_heads, head % num_heads
+    if sinks is not None:
+        alpha, top, total = with_sink(top, total, load_per_head(sinks, sinks_strides, b, h))
+        merged *= alpha
+    if lse is not None:
+        tl.store(lse + head, natural_lse(top, total))  # each block of columns writes the same
+    merged *= tl.math.div_rn(1.0, tl.where(total == 0.0, 1.0, total))
+    pointers = head_base(o, o_strides, b, h) + cols.to(tl.int64) * o_strides[3]
     tl.store(pointers, merged.to(o.dtype.element_ty), mask=cols < HEAD_DIM_V)

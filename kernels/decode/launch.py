@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnpatch.attention_call import AttentionCall
-from attnpatch.kernels.common.support import offset_arguments, padded_width, precision, strides
+from attnpatch.kernels.common.support import offset_arguments, padded_width, per_head, precision, strides
 from attnpatch.kernels.decode.configs import MAX_SPLITS, DecodeConfig, choose_config, choose_num_splits
 from attnpatch.kernels.decode.kernel import _decode_merge_kernel, _decode_split_kernel
 
@@ -37,17 +37,19 @@ def decode(call: AttentionCall, num_splits: int = 0, config: DecodeConfig | None
             shape = (num_splits, call.batch, call.num_heads, 1)
             o_partial = call.q.new_empty((*shape, call.head_dim_v), dtype=torch.float32)
             m, l = (call.q.new_empty(shape, dtype=torch.float32) for _ in range(2))
-            _split(call, config, o_partial, m, l)
-            _merge(o_partial, m, l, o)
+            _split(call._replace(sinks=None, lse=None), config, o_partial, m, l)
+            _merge(call, o_partial, m, l, o)
     return o
 
 
 def _split(call: AttentionCall, config: DecodeConfig, o: Tensor, m: Tensor | None, l: Tensor | None) -> None:
     """Write ``o``, and its rows' maximum and sum, ``[num_splits, batch, num_heads, 1, (head_dim_v)]``."""
     q_offset, offset_stride = offset_arguments(call)
-    q, attn_mask = _rows_are_heads(call.q, call), _rows_are_heads(call.attn_mask, call)
+    q, attn_mask, key_bounds = (_rows_are_heads(x, call) for x in (call.q, call.attn_mask, call.key_bounds))
+    sinks, alibi_slopes = per_head(call.sinks, call), per_head(call.alibi_slopes, call)
     _decode_split_kernel[(o.shape[0] * call.batch * call.num_kv_heads,)](
-        *(q, call.k, call.v, attn_mask, call.key_padding, q_offset, o, m, l),
+        *(q, call.k, call.v, attn_mask, call.key_padding, key_bounds, sinks, alibi_slopes, q_offset),
+        *(o, m, l, call.lse),
         sm_scale=call.sm_scale,
         softcap=call.softcap,
         window_left=call.window_left,
@@ -57,6 +59,9 @@ def _split(call: AttentionCall, config: DecodeConfig, o: Tensor, m: Tensor | Non
         v_strides=call.v.stride(),
         mask_strides=strides(attn_mask),
         padding_strides=strides(call.key_padding),
+        bounds_strides=strides(key_bounds),
+        sinks_strides=strides(sinks),
+        slopes_strides=strides(alibi_slopes),
         offset_stride=offset_stride,
         o_stride_split=o.stride(0),
         o_strides=strides(_rows_are_heads(o[0], call)),
@@ -74,10 +79,12 @@ def _split(call: AttentionCall, config: DecodeConfig, o: Tensor, m: Tensor | Non
     )
 
 
-def _merge(o_partial: Tensor, m: Tensor, l: Tensor, o: Tensor) -> None:
+def _merge(call: AttentionCall, o_partial: Tensor, m: Tensor, l: Tensor, o: Tensor) -> None:
     batch, num_heads, _, head_dim_v = o.shape
+    sinks = per_head(call.sinks, call)
     _decode_merge_kernel[(batch * num_heads * -(-head_dim_v // MERGE_COLUMNS),)](
-        *(o_partial, m, l, o),
+        *(o_partial, m, l, sinks, o, call.lse),
+        sinks_strides=strides(sinks),
         o_strides=o.stride(),
         num_heads=num_heads,
         total_heads=batch * num_heads,

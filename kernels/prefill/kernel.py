@@ -4,12 +4,13 @@ One program owns BLOCK_M query rows of one head and walks the keys in blocks of 
 
     s = q k^T (scale, softcap, bias; hidden -> -inf);   p = exp2(s - m);   acc = acc * alpha + p v
 
-The band (causal, window, offset) cuts the keys into three runs, and keys outside of them are never loaded:
+Band (causal, window, offset) and bounds cut the keys into three runs, and keys outside of them are never loaded:
 
     lo ........ full_lo ........................ full_hi ........ hi
        run 0             run 2: every row sees           run 1
-       window's edge     every key, no element mask      diagonal, or the end of K
+       a left edge       every key, no element mask      diagonal, a right edge, or the end of K
 
+A mask or padding makes all of it run 1, but where the bounds of every row are plain.
 The unmasked run comes last: before another loop, ptxas serialises its products (tests/kernels/test_sass.py).
 
 Letters: b batch, h query head, m query row, n key, d head dim.
@@ -24,15 +25,19 @@ from attnpatch.kernels.common.primitives import (
     apply_mask_tile,
     head_base,
     in_band,
+    load_bounds,
     load_offset,
     load_padding,
+    load_per_head,
     load_rows,
+    natural_lse,
     natural_scores,
     normalised,
     online_softmax,
     products,
     store_rows,
     tile_pointers,
+    with_sink,
 )
 
 
@@ -51,8 +56,17 @@ def _program_tile(seqlen_q, total_heads, heads_per_section, BLOCK_M: tl.constexp
 
 
 @triton.jit
-def _key_runs(first, last, seqlen_k, window_left, window_right, HAS_TILE_TERMS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The runs of the module's picture for rows at positions first..last: bounds, multiples of BLOCK_N but hi."""
+def _extreme_bounds(key_bounds, strides, b, h, rows, seqlen_q):
+    """Smallest and largest first key, smallest and largest stop of ``rows``, and whether all of them are plain."""
+    first, stop, plain = load_bounds(key_bounds, strides, b, h, rows, seqlen_q)
+    return tl.min(first, 0), tl.max(first, 0), tl.min(stop, 0), tl.max(stop, 0), tl.min(plain, 0)
+
+
+@triton.jit
+def _key_runs(
+    first, last, seqlen_k, window_left, window_right, bounds, plain, HAS_TILE_TERMS: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The runs of the module's picture for rows at positions first..last: edges, multiples of BLOCK_N but hi."""
     lo = 0
     full_lo = 0
     hi = seqlen_k
@@ -63,12 +77,17 @@ def _key_runs(first, last, seqlen_k, window_left, window_right, HAS_TILE_TERMS: 
     if window_right is not None:
         hi = tl.minimum(tl.maximum(last + window_right + 1, 0), seqlen_k)
         full_hi = tl.minimum(tl.maximum(first + window_right + 1, 0), seqlen_k)
+    if bounds is not None:
+        lo = tl.maximum(lo, bounds[0])
+        full_lo = tl.maximum(full_lo, bounds[1])
+        full_hi = tl.maximum(tl.minimum(full_hi, bounds[2]), 0)
+        hi = tl.maximum(tl.minimum(hi, bounds[3]), 0)
     lo = lo // BLOCK_N * BLOCK_N
     full_lo = tl.minimum(tl.cdiv(full_lo, BLOCK_N), tl.cdiv(hi, BLOCK_N)) * BLOCK_N
     full_hi = tl.maximum(full_hi // BLOCK_N * BLOCK_N, full_lo)
     if HAS_TILE_TERMS:  # every block needs an element mask: one run
-        full_lo = lo
-        full_hi = lo
+        full_lo = tl.where(plain != 0, full_lo, lo)
+        full_hi = tl.where(plain != 0, full_hi, lo)
     return (lo, full_hi, full_lo), (full_lo, hi, full_hi)
 
 
@@ -84,8 +103,12 @@ def _prefill_kernel(
     v,  # [batch, num_kv_heads, seqlen_k, HEAD_DIM_V], likewise
     attn_mask,  # bool or additive [batch, num_heads, seqlen_q, seqlen_k], or None
     key_padding,  # bool [batch, seqlen_k], or None
+    key_bounds,  # int32 [batch, num_heads, seqlen_q, 3], or None
+    sinks,  # [batch, num_heads], or None
+    alibi_slopes,  # fp32 [batch, num_heads], or None
     q_offset,  # int, or a pointer read with offset_stride
     o,  # [batch, num_heads, seqlen_q, HEAD_DIM_V]
+    lse,  # fp32 [batch, num_heads, seqlen_q], contiguous, or None
     sm_scale,
     softcap,
     window_left,
@@ -95,6 +118,9 @@ def _prefill_kernel(
     v_strides,
     mask_strides,
     padding_strides,
+    bounds_strides,
+    sinks_strides,
+    slopes_strides,
     offset_stride,
     o_strides,
     num_heads,
@@ -114,9 +140,10 @@ def _prefill_kernel(
     """Output of BLOCK_M query rows of one head."""
     HAS_BAND: tl.constexpr = window_left is not None or window_right is not None
     HAS_TILE_TERMS: tl.constexpr = attn_mask is not None or key_padding is not None
-    NATURAL: tl.constexpr = attn_mask is not None or softcap is not None
-    FIRST_RUN: tl.constexpr = 1 if HAS_TILE_TERMS or window_left is None else 0
-    LAST_RUN: tl.constexpr = 1 if HAS_TILE_TERMS else 2
+    HAS_BIAS: tl.constexpr = attn_mask is not None and attn_mask.dtype.element_ty != tl.int1
+    NATURAL: tl.constexpr = softcap is not None or alibi_slopes is not None
+    FIRST_RUN: tl.constexpr = 1 if key_bounds is None and (HAS_TILE_TERMS or window_left is None) else 0
+    LAST_RUN: tl.constexpr = 1 if key_bounds is None and HAS_TILE_TERMS else 2
 
     m_block, flat_head = _program_tile(seqlen_q, total_heads, heads_per_section, BLOCK_M)
     b, h = flat_head // num_heads, flat_head % num_heads
@@ -125,7 +152,11 @@ def _prefill_kernel(
     rows = m + tl.arange(0, BLOCK_M)
     offset = load_offset(q_offset, offset_stride, b)
     first, last = m + offset, tl.minimum(m + BLOCK_M, seqlen_q) - 1 + offset
-    starts, stops = _key_runs(first, last, seqlen_k, window_left, window_right, HAS_TILE_TERMS, BLOCK_N)
+    bounds, plain = None, 0
+    if key_bounds is not None:
+        bounds = _extreme_bounds(key_bounds, bounds_strides, b, h, rows, seqlen_q)
+        plain = bounds[4]
+    starts, stops = _key_runs(first, last, seqlen_k, window_left, window_right, bounds, plain, HAS_TILE_TERMS, BLOCK_N)
 
     scale = LOG2E if NATURAL else sm_scale * LOG2E
     q_tile = load_rows(q, q_strides, b, h, m, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D)
@@ -136,28 +167,42 @@ def _prefill_kernel(
         for n in tl.range(starts[run], stops[run], BLOCK_N):
             k_tile = load_rows(k, k_strides, b, h_kv, n, seqlen_k, HEAD_DIM, BLOCK_N, BLOCK_D)
             s = products(q_tile, k_tile, PRECISION)  # [BLOCK_M, BLOCK_N]
-            if NATURAL:
+            if NATURAL or (run != 2 and HAS_BIAS):
                 s = natural_scores(s, sm_scale, softcap)
+            keys = n + tl.arange(0, BLOCK_N)
+            position = (rows + offset)[:, None]
+            if alibi_slopes is not None:
+                slope = load_per_head(alibi_slopes, slopes_strides, b, h)
+                s -= slope * tl.abs(position - keys[None, :])
             if run != 2:
-                keys = n + tl.arange(0, BLOCK_N)
-                position = (rows + offset)[:, None]
                 visible = in_band(position, position, keys[None, :], seqlen_k, window_left, window_right)
                 live = in_band(first, last, keys, seqlen_k, window_left, window_right)  # seen by some row
                 if key_padding is not None:
-                    real = load_padding(key_padding, padding_strides, b, keys, seqlen_k)
+                    real = load_padding(key_padding, padding_strides, b, keys, (keys < seqlen_k) & (plain == 0))
                     visible = visible & real[None, :]
                     live = live & real
+                if key_bounds is not None:
+                    first_key, stop, _ = load_bounds(key_bounds, bounds_strides, b, h, rows, seqlen_q)
+                    visible = visible & (keys[None, :] >= first_key[:, None]) & (keys[None, :] < stop[:, None])
                 if attn_mask is not None:
-                    inside = (rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :]
+                    exists = (rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :]
                     head = head_base(attn_mask, mask_strides, b, h)
                     pointers = tile_pointers(head, mask_strides, m, n, BLOCK_M, BLOCK_N)
-                    s, visible = apply_mask_tile(s, visible, pointers, inside)
+                    s, visible = apply_mask_tile(s, visible & exists, pointers, exists & (plain == 0))
+                if attn_mask is not None or key_bounds is not None:
                     live = live & (tl.max(visible.to(tl.int32), axis=0) > 0)
                 s = tl.where(visible, s, float("-inf"))
-            p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, scale)
+            p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, LOG2E if run != 2 and HAS_BIAS else scale)
             v_tile = load_rows(v, v_strides, b, h_kv, n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
-            if run != 2 and (HAS_BAND or HAS_TILE_TERMS):  # a cache tail may hold NaN, and 0 * NaN is NaN
+            if run != 2 and (
+                HAS_BAND or HAS_TILE_TERMS or key_bounds is not None
+            ):  # a cache tail may hold NaN, and 0 * NaN is NaN
                 v_tile = tl.where(live[:, None], v_tile, 0.0)
             acc = accumulate(acc, alpha, p, v_tile, PRECISION)
 
+    if sinks is not None:
+        alpha, m_i, l_i = with_sink(m_i, l_i, load_per_head(sinks, sinks_strides, b, h))
+        acc *= alpha[:, None]
+    if lse is not None:
+        tl.store(lse + flat_head.to(tl.int64) * seqlen_q + rows, natural_lse(m_i, l_i), mask=rows < seqlen_q)
     store_rows(o, o_strides, b, h, m, seqlen_q, normalised(acc, l_i), HEAD_DIM_V, BLOCK_M, BLOCK_DV)

@@ -7,7 +7,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnpatch.attention_call import AttentionCall
-from attnpatch.kernels.common.support import capability, offset_arguments, padded_width, precision, strides
+from attnpatch.kernels.common.support import (
+    capability,
+    offset_arguments,
+    padded_width,
+    per_head,
+    precision,
+    strides,
+)
 from attnpatch.kernels.prefill.configs import PrefillConfig, choose_config
 from attnpatch.kernels.prefill.kernel import _prefill_kernel
 
@@ -34,10 +41,12 @@ def prefill(call: AttentionCall, config: PrefillConfig | None = None) -> Tensor:
     k, k_strides = _rows_argument(call.k, config.BLOCK_N, descriptors)
     v, v_strides = _rows_argument(call.v, config.BLOCK_N, descriptors)
     q_offset, offset_stride = offset_arguments(call)
+    sinks, alibi_slopes = per_head(call.sinks, call), per_head(call.alibi_slopes, call)
     total_heads = call.batch * call.num_heads
     with torch.cuda.device_of(call.q):
         _prefill_kernel[(-(-call.seqlen_q // config.BLOCK_M) * total_heads,)](
-            *(call.q, k, v, call.attn_mask, call.key_padding, q_offset, o),
+            *(call.q, k, v, call.attn_mask, call.key_padding, call.key_bounds, sinks, alibi_slopes, q_offset),
+            *(o, call.lse),
             sm_scale=call.sm_scale,
             softcap=call.softcap,
             window_left=call.window_left,
@@ -47,6 +56,9 @@ def prefill(call: AttentionCall, config: PrefillConfig | None = None) -> Tensor:
             v_strides=v_strides,
             mask_strides=strides(call.attn_mask),
             padding_strides=strides(call.key_padding),
+            bounds_strides=strides(call.key_bounds),
+            sinks_strides=strides(sinks),
+            slopes_strides=strides(alibi_slopes),
             offset_stride=offset_stride,
             o_strides=o.stride(),
             num_heads=call.num_heads,
