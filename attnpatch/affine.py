@@ -2,8 +2,8 @@
 
     q + offset - k   is   Affine({"q": 1, "k": -1, <node offset>: 1}, 0)
 
-Index variables are the strings "b", "h", "q" and "k"; every other atom is an FX node that yields a SymInt or a
-0-d integer tensor.
+Index variables are strings: "b", "h", "q" and "k", and names of axes that are part of one of these; every other atom is
+an FX node that yields a SymInt or a 0-d integer tensor.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.fx import Node
 
 from attnpatch.graph import arg, op, value
-
-INDEX_VARIABLES = ("b", "h", "q", "k")
 
 
 class Affine:
@@ -60,7 +58,7 @@ class Affine:
     @property
     def is_scalar(self) -> bool:
         """Whether no index variable occurs."""
-        return not any(self[v] for v in INDEX_VARIABLES)
+        return not any(isinstance(atom, str) for atom in self.coefficients)
 
     def without(self, *variables: str) -> Affine:
         """The expression less its index variables."""

@@ -87,6 +87,12 @@ def arg(node: Node, position: int, name: str, default: Any = None) -> Any:
     return node.args[position] if len(node.args) > position else default
 
 
+def varargs(node: Node, start: int, name: str) -> list[Any]:
+    """Arguments from ``start`` on, given as one sequence or one by one: ``permute(0, 2, 1)``, ``permute((0, 2, 1))``."""
+    given: list[Any] = list(node.kwargs[name]) if name in node.kwargs else list(node.args[start:])  # type: ignore[arg-type]
+    return list(given[0]) if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+
+
 def value(node: Any) -> Any:
     """The fake value of ``node`` (FakeTensor, SymInt, ...), or ``node`` itself when it is a constant."""
     if isinstance(node, Node):
@@ -204,6 +210,21 @@ def memory(node: Node) -> Any:
     if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
         return tensor.untyped_storage()._cdata
     return root(node)
+
+
+def follow_writes(graph: Graph) -> None:
+    """Let what reads a tensor after ``x.mul_(s)`` read the result of that node: it is the same tensor.
+
+    Then each value has one node, as rules expect, however the lines before used the variable.
+    """
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        target = node.args[0] if node.args else None
+        if not isinstance(target, Node) or target.op in ("placeholder", "get_attr"):
+            continue
+        if written_by(node) == [target] and value(node) is value(target):
+            for user in [user for user in target.users if position[user] > position[node]]:
+                user.replace_input_with(target, node)
 
 
 class Writes:

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import Node
 
 from attnpatch.affine import Affine
+from attnpatch.axes import Dims, Step
 from attnpatch.graph import Writes
+
+
+class Operand(NamedTuple):
+    """A tensor of a site.
+
+    Args:
+        node: the tensor.
+        dims: what its dimensions are.
+        steps: tensor methods that bring it to the operator's layout.
+    """
+
+    node: Node
+    dims: Dims
+    steps: tuple[Step, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -17,14 +32,19 @@ class Streamed:
     """A mask that stays a tensor.
 
     Args:
-        node: the mask, broadcastable to the scores.
+        mask: the mask, its steps leading to ``[batch, heads, seqlen_q, seqlen_k]`` or to sizes of 1 there.
         kind: "additive", or bool with True meaning "keep" or "hide".
         factor: multiplies an additive mask.
     """
 
-    node: Node
+    mask: Operand
     kind: str
     factor: float = 1.0
+
+    @property
+    def node(self) -> Node:
+        """The mask as the graph has it."""
+        return self.mask.node
 
 
 @dataclass
@@ -48,14 +68,17 @@ class Site:
 
     Args:
         anchor: the node whose value is attention's output; the operator goes right before it.
-        q: query node.
-        k: key node, not repeated, ``[..., seqlen_k, head_dim]``.
-        v: value node, not repeated.
+        q: query, arranged to ``[batch, num_heads, seqlen_q, head_dim]`` by its steps.
+        k: key, not repeated, arranged to ``[batch, num_kv_heads, seqlen_k, head_dim]``.
+        v: value, not repeated.
+        sizes: num_heads, num_kv_heads and head_dim.
         sm_scale: constant factor on q.k.
         terms: the mask.
+        output: steps from the operator's output to the anchor's layout.
         softcap: cap on the scaled scores.
-        k_is_transposed: whether ``k`` is ``[..., head_dim, seqlen_k]``.
-        symbolic_scale: further factors on q.k, as nodes (SymFloat, tensors of one element) with "mul" or "div".
+        scales: further factors on q.k as operands that broadcast to q, with "mul" or "div".
+        sinks: one more logit per head in softmax's denominator: a node of ``[num_heads]`` or a number.
+        lse: the node that reads the logsumexp of the scores, and the steps from ``[batch, num_heads, seqlen_q]``.
         readers: for scalars of ``terms.q_offset`` that live in tensors, the node that reads their value.
         interior: nodes between the first product and the anchor, which nobody else may read.
         reads: (tensor, the node that reads it) for q, k, v and tensors that scale; writes after a read would change
@@ -63,14 +86,17 @@ class Site:
     """
 
     anchor: Node
-    q: Node
-    k: Node
-    v: Node
+    q: Operand
+    k: Operand
+    v: Operand
+    sizes: tuple[Any, Any, Any]
     sm_scale: float
     terms: Terms
+    output: tuple[Step, ...] = ()
     softcap: float | None = None
-    k_is_transposed: bool = False
-    symbolic_scale: list[tuple[Node, str]] = field(default_factory=list)
+    scales: list[tuple[Operand, str]] = field(default_factory=list)
+    sinks: Node | float | None = None
+    lse: Operand | None = None
     readers: dict[Node, Node] = field(default_factory=dict)
     interior: list[Node] = field(default_factory=list)
     reads: list[tuple[Node, Node]] = field(default_factory=list)

@@ -3,68 +3,53 @@
 before   s = matmul(q, k.transpose(-1, -2)); s = s * scale; s = softcap(s); s = s + mask
          p = dropout(softmax(s)); o = matmul(p, v)
 after    o = attnpatch::attention(q, k, v, scale, mask terms)
+
+The products say which axis of which tensor is a row, a key, a feature, so that every layout is the same attention:
+``bhid,bhjd->bhij``, ``[batch * heads, seqlen, head_dim]`` through bmm, five dimensions of grouped heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 from torch.fx import Graph, Node
 
+from attnpatch.affine import Affine
+from attnpatch.axes import Axes, Dims, Layout
 from attnpatch.errors import Refused
-from attnpatch.graph import CASTS, Writes, arg, is_tensor, normal_dim, op, place, shape
+from attnpatch.graph import CASTS, Writes, arg, is_tensor, normal_dim, op, place, shape, value, written_by
+from attnpatch.rewrites.expressions import number
 from attnpatch.rewrites.mask_terms import MaskReader
-from attnpatch.rewrites.operands import check_shapes, peel, read, transposed, unrepeated
-from attnpatch.rewrites.scores import PRODUCTS, Fold, ancestors
-from attnpatch.rule import Rule, Site
-
-_ANY_PRODUCT = (*PRODUCTS, "baddbmm", "einsum")
+from attnpatch.rewrites.operands import RESHAPES, Arrangement, Roles, read, regroups, said
+from attnpatch.rewrites.products import Product, is_product, permutation, read_product
+from attnpatch.rewrites.pullback import Pullback
+from attnpatch.rewrites.scores import Fold, ancestors, drops_sink, fold_bias, trace
+from attnpatch.rewrites.softmaxes import Softmax, read_softmax
+from attnpatch.rule import Operand, Rule, Site
 
 
 def candidates(graph: Graph) -> Iterator[Node]:
     """Softmaxes between two products of tensors with 3 or more dimensions; routers and poolers are not."""
     for node in graph.nodes:
-        if op(node) == "softmax" and is_tensor(node) and _product_above(node) and _product_below(node):
+        if is_tensor(node) and read_softmax(node) and _product_above(node) and _product_below(node):
             yield node
 
 
 def _product_above(node: Node) -> bool:
-    return any(op(x) in _ANY_PRODUCT and _batched(x) for x in ancestors(node))
+    return any(is_product(x) and _batched(x) for x in ancestors(node))
 
 
 def _batched(product: Node) -> bool:
-    tensors = [x for x in product.all_input_nodes if is_tensor(x)]
-    return all(len(shape(x)) >= 3 for x in tensors)
+    return all(len(shape(x)) >= 3 for x in product.all_input_nodes if is_tensor(x) and x is not product.args[0]) and (
+        op(product) in ("baddbmm", "einsum") or len(shape(arg(product, 0, "input"))) >= 3
+    )
 
 
-_CARRIERS = frozenset(CASTS) | frozenset(
+_CARRIERS = frozenset(
     [
-        "dropout",
-        "view",
-        "reshape",
-        "getitem",
-        "transpose",
-        "permute",
-        "flatten",
-        "expand",
-        "unsqueeze",
-        "squeeze",
-        "cat",
-        "mul",
-        "mul_",
-        "div",
-        "div_",
-        "add",
-        "add_",
-        "sub",
-        "sub_",
-        "masked_fill",
-        "masked_fill_",
-        "where",
-        "tril",
-        "triu",
-        "nan_to_num",
+        *(*CASTS, *RESHAPES, "getitem", "narrow", "transpose", "permute", "movedim", "mT", "expand", "cat"),
+        *("dropout", "mul", "mul_", "div", "div_", "add", "add_", "sub", "sub_", "nan_to_num"),
+        *("masked_fill", "masked_fill_", "where", "tril", "triu"),
     ]
 )
 """What may stand between a softmax and its product for the site to be reported, most often as refused."""
@@ -72,50 +57,196 @@ _CARRIERS = frozenset(CASTS) | frozenset(
 
 def _product_below(node: Node, depth: int = 8) -> bool:
     for user in node.users:
-        if op(user) in _ANY_PRODUCT:
-            return op(user) in ("einsum", "baddbmm") or arg(user, 0, "input") is node
+        if is_product(user):
+            return not (op(user) == "baddbmm" and user.args[0] is node)
         if depth and op(user) in _CARRIERS and _product_below(user, depth - 1):
             return True
     return False
 
 
-def match(softmax: Node, writes: Writes) -> Site:
-    """The site around ``softmax``."""
-    below, anchor = _to_value_product(softmax)
-    rank = len(shape(softmax))
-    if normal_dim(softmax, arg(softmax, 1, "dim")) != rank - 1:
-        raise Refused(f"softmax is over dim {arg(softmax, 1, 'dim')}, not over the keys ({place(softmax)})")
-    fold = Fold(MaskReader(rank, (shape(softmax)[-2], shape(softmax)[-1]), writes))
-    product = fold.walk(arg(softmax, 0, "input"))
-    _check_readers(fold.interior, {*fold.interior, softmax, *below}, "scores")  # below: type_as(scores)
-    k_transposed = _unscaled(arg(product, 1, "other"), fold)
-    k = transposed(k_transposed)
-    q, v = peel(arg(product, 0, "input")), arg(anchor, 1, "other")
-    if k is not None:
-        k, v = unrepeated(k, v)
-    check_shapes(q, shape(k) if k else _swapped(shape(k_transposed)), v, k or k_transposed, product, anchor)
-    k_read = k or k_transposed
-    reads = [read(q, arg(product, 0, "input"), product), read(k_read, arg(product, 1, "other"), product)]
-    reads += [read(v, arg(anchor, 1, "other"), anchor), *((t, product) for t, _ in fold.symbolic if is_tensor(t))]
+class Walk:
+    """The nodes of one attention in order, and what the dimensions of each are.
+
+    Attributes:
+        scores: from the softmax's input up to the product q k^T.
+        weights: from the softmax down to what is multiplied with v.
+        second_node: the product with v.
+        tail: views after it that undo how it merges dimensions, the last one left out.
+        anchor: the last of product and views.
+        dims: of every node on the way.
+    """
+
+    def __init__(self, softmax: Softmax, axes: Axes) -> None:
+        self.softmax, self.axes = softmax, axes
+        self.scores = trace(softmax.scores)
+        self.weights, self.anchor = _to_value_product(softmax.node)
+        self.first = read_product(self.scores[-1])
+        self.second = read_product(self.anchor)
+        self.second_node = self.anchor
+        self.tail: list[Node] = []
+        self.dims: dict[Node, Dims] = {}
+        self.letters: dict[str, str] = {}
+        self._name_axes()
+
+    def _name_axes(self) -> None:
+        """Follow the dims from the first product to the last."""
+        dims = self._operand_dims(self.first, self.scores[-1], self.first.out_letters)
+        self.dims[self.scores[-1]] = dims
+        for source, node in zip(self.scores[::-1], self.scores[-2::-1], strict=False):
+            self._forward(source, node)
+        self.dims[self.softmax.node] = self.dims[self.softmax.scores]
+        for source, node in zip([self.softmax.node, *self.weights], self.weights, strict=False):
+            self._forward(source, node)
+        self.dims = {node: self.axes.resolve(dims) for node, dims in self.dims.items()}
+
+    def _operand_dims(self, product: Product, x: Node, letters: tuple[str, ...]) -> Dims:
+        """The dims of an operand or the result of the first product; names its axes at first sight."""
+        for letter, size in zip(letters, shape(x), strict=True):
+            if letter and letter not in self.letters:
+                self.letters[letter] = self.axes.new(size)
+        return tuple((self.letters[letter],) if letter else () for letter in letters)
+
+    def _forward(self, source: Node, node: Node) -> None:
+        dims, order = self.axes.resolve(self.dims[source]), permutation(node)
+        if order is not None:
+            self.dims[node] = tuple(dims[i] for i in order)
+        elif regroups(node):
+            regrouped = self.axes.regroup(dims, shape(source), shape(node))
+            if regrouped is None:
+                raise Refused(f"a view cuts the scores across rows and keys ({place(node)})")
+            self.dims[node] = regrouped
+        elif op(node) in ("getitem", "narrow") and not drops_sink(node, dims.index(self.key)):
+            raise Refused(f"{op(node)} takes a part of the scores or probabilities ({place(node)})")
+        elif len(shape(node)) != len(dims):
+            raise Refused(f"{op(node)} at {place(node)} broadcasts the scores {said(shape(source))}")
+        else:
+            self.dims[node] = dims
+
+    def resolved(self, node: Node) -> Dims:
+        """The dims of a node, splits that came later included."""
+        return self.axes.resolve(self.dims[node])
+
+    def operands(self) -> tuple[Operand, Operand]:
+        """Q and k as the first product has them: k is the one with the axis that softmax is over."""
+        key = self.resolved(self.softmax.node)[self.softmax.dim]
+        both = [
+            Operand(x, self._operand_dims(self.first, x, self.first.letters(x)))
+            for x in (self.first.left, self.first.right)
+        ]
+        has = [key[0] in {a for dim in self.axes.resolve(x.dims) for a in dim} for x in both] if key else []
+        if sorted(has) != [False, True]:
+            raise Refused(
+                f"softmax is over dim {self.softmax.said_dim}, not over the keys ({place(self.softmax.node)})"
+            )
+        return (both[0], both[1]) if has[1] else (both[1], both[0])
+
+    def value(self) -> Operand:
+        """V, its dims named by those of the weights it is multiplied with."""
+        weights = self.weights[-1] if self.weights else self.softmax.node
+        product = self.second
+        named = dict(zip(product.letters(weights), self.resolved(weights), strict=True))
+        v = product.right if weights is product.left else product.left
+        mine = product.letters(v)
+        own = [i for i, letter in enumerate(mine) if letter and letter not in named]
+        summed = [letter for letter in named if letter and letter not in product.out_letters]
+        if len(own) != 1 or [named[x] for x in summed] != [self.key]:
+            said_dim, where = self.softmax.said_dim, place(self.softmax.node)
+            raise Refused(f"softmax is over dim {said_dim}, the product with v sums over another dimension ({where})")
+        self.feature_v = (self.axes.new(shape(v)[own[0]]),)
+        named[mine[own[0]]] = self.feature_v
+        self.dims[self.anchor] = tuple(named[x] for x in product.out_letters)
+        return Operand(v, tuple(named[x] if x else () for x in mine))
+
+    def follow_views(self, layout: Layout) -> None:
+        """Move the anchor below a view that takes apart again what the layout of the product merged."""
+        groups = {axis: i for i, group in enumerate(layout) for axis in group}
+        while len(self.anchor.users) == 1 and any(
+            len({groups.get(axis) for axis in dim}) > 1 for dim in self.resolved(self.anchor)
+        ):
+            view = next(iter(self.anchor.users))
+            dims = self.resolved(self.anchor)
+            regrouped = self.axes.regroup(dims, shape(self.anchor), shape(view)) if regroups(view) else None
+            if regrouped is None:
+                return
+            self.tail.append(self.anchor)
+            self.anchor, self.dims[view] = view, regrouped
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """The axis that softmax is over."""
+        return self.resolved(self.softmax.node)[self.softmax.dim]
+
+
+def match(node: Node, writes: Writes) -> Site:
+    """The site around the softmax at ``node``."""
+    softmax = read_softmax(node)
+    assert softmax is not None, "candidates only yields softmaxes"
+    walk = Walk(softmax, Axes())
+    q, k, v = *walk.operands(), walk.value()
+    factor, unscaled = _unscaled(k, writes)
+    plan = Arrangement(walk.axes, q, unscaled, v, _roles(walk, k))
+    walk.follow_views(plan.layout)
+    fold = Fold(MaskReader(walk.axes, plan.layout, plan.seqlens, Pullback(writes, walk.scores[-1])))
+    fold.sinks = softmax.denominator
+    fold.walk(walk.scores, {n: walk.resolved(n) for n in walk.scores})
+    _fold_product(fold, walk, factor)
+    inside = [*fold.interior, *softmax.interior, softmax.node, *walk.weights, *walk.tail]
+    lse = _lse(walk, fold, set(inside), plan.layout, writes)
+    reads = [read(x.node, y.node, at) for x, y, at in _pairs(walk, plan, q, k, v)]
+    reads += [(x.node, walk.scores[-1]) for x, _ in fold.scales if is_tensor(x.node)]
     return Site(
-        anchor, q, k_read, v, fold.sm_scale, fold.masks.terms(), fold.softcap, k is None,
-        fold.symbolic, fold.masks.pull.readers, [*fold.interior, softmax, *below], reads,
+        walk.anchor, plan.q, plan.k, plan.v, plan.sizes, fold.sm_scale, fold.masks.terms(),
+        tuple(walk.axes.plan((*plan.layout[:3], plan.feature_v), walk.resolved(walk.anchor))), fold.softcap,
+        fold.scales, fold.sinks, lse, fold.masks.pull.readers, inside, reads,
     )  # fmt: skip
 
 
-def _swapped(size: Sequence[Any]) -> list[Any]:
-    return [*size[:-2], size[-1], size[-2]]
+def _pairs(walk: Walk, plan: Arrangement, q: Operand, k: Operand, v: Operand) -> list[tuple[Operand, Operand, Node]]:
+    first, second = walk.scores[-1], walk.second_node
+    return [(plan.q, q, first), (plan.k, k, first), (plan.v, v, second)]
 
 
-def _unscaled(node: Node, fold: Fold) -> Node:
-    """k^T without a constant factor, which moves to the fold."""
+def _roles(walk: Walk, k: Operand) -> Roles:
+    """What the letters of the products mean."""
+    left, right, out = walk.first.left_letters, walk.first.right_letters, walk.first.out_letters
+    dims = {x: (walk.letters[x],) for x in walk.letters}
+    of_k = set(walk.first.letters(k.node))
+    summed = [x for x in left if x and x in right and x not in out]
+    alone = [x for x in of_k if x and (x not in left or x not in right)]
+    if len(summed) != 1 or len(alone) != 1:
+        raise Refused(f"the product of q and k sums over {len(summed)} dimensions ({place(walk.scores[-1])})")
+    return Roles(
+        tuple(dims[x] for x in out if x and x in left and x in right),
+        tuple(dims[x] for x in out if x and x not in of_k),
+        walk.key,
+        dims[summed[0]],
+        walk.feature_v,
+    )
+
+
+def _unscaled(k: Operand, writes: Writes) -> tuple[float, Operand]:
+    """K without a constant factor, which moves to the scale."""
+    factor, node, pull = 1.0, k.node, Pullback(writes, k.node)
     while op(node) in ("mul", "div") and is_tensor(arg(node, 0, "input")):
-        constant = fold.constant(arg(node, 1, "other"))
-        if constant is None:
+        constant = number(pull.operand(node, arg(node, 1, "other"), (Affine(),) * len(shape(node))))
+        if constant is None or shape(arg(node, 0, "input")) != shape(node):
             break
-        fold.factor *= constant if op(node) == "mul" else 1 / constant
+        factor *= constant if op(node) == "mul" else 1 / constant
         node = arg(node, 0, "input")
-    return node
+    return factor, Operand(node, k.dims)
+
+
+def _fold_product(fold: Fold, walk: Walk, factor: float) -> None:
+    """What the first product adds and multiplies itself: ``baddbmm(bias, q, k, beta, alpha)``, K's factor."""
+    alpha, beta, node = walk.first.alpha, walk.first.beta, walk.scores[-1]
+    if walk.first.bias is not None:
+        if not isinstance(beta, (int, float)):
+            raise Refused(f"beta of {op(node)} is known only at run time ({place(node)})")
+        fold_bias(fold, node, walk.first.bias, fold.factor * beta)
+    if isinstance(alpha, Node):
+        fold.scales.append((Operand(alpha, ()), "mul"))
+        alpha = 1
+    fold.factor *= alpha * factor
 
 
 def _to_value_product(softmax: Node) -> tuple[list[Node], Node]:
@@ -124,26 +255,33 @@ def _to_value_product(softmax: Node) -> tuple[list[Node], Node]:
     node = softmax
     while True:
         user = _only_reader(node)
-        if op(user) in PRODUCTS and arg(user, 0, "input") is node:
+        if is_product(user) and not (op(user) == "baddbmm" and user.args[0] is node):
             return passed, user
         if op(user) == "dropout":
             _check_dropout(user)
-        elif op(user) not in CASTS:
+        elif not _keeps_weights(user):
             raise Refused(f"{op(user) or user.op} reads the attention probabilities ({place(user)})")
         passed.append(user)
         node = user
 
 
+def _keeps_weights(node: Node) -> bool:
+    """Whether ``node`` only casts, copies, views or reorders the probabilities, or drops the sink's column."""
+    zeroes_nan = op(node) == "nan_to_num" and arg(node, 1, "nan", 0.0) in (0, 0.0, None)
+    moves = regroups(node) or permutation(node) is not None or op(node) in ("getitem", "narrow")
+    return (op(node) in CASTS and value(node).is_floating_point()) or zeroes_nan or moves
+
+
 def _only_reader(node: Node) -> Node:
-    readers = list(node.users)
-    if len(readers) == 1:
+    readers = [user for user in node.users if _reads(user) or op(user) in ("view_as", "reshape_as", "type_as")]
+    if len(readers) == 1 and readers[0].all_input_nodes.count(node) == sum(x is node for x in readers[0].args):
         return readers[0]
     others = [r for r in readers if not _product_below_or_is(r)] or readers[1:]
     raise Refused(f"the attention probabilities are also read by {_reader(others[0])}")
 
 
 def _product_below_or_is(node: Node) -> bool:
-    return op(node) in _ANY_PRODUCT or _product_below(node)
+    return is_product(node) or _product_below(node)
 
 
 def _reader(node: Node) -> str:
@@ -158,11 +296,51 @@ def _check_dropout(node: Node) -> None:
         raise Refused(f"dropout with p={p} is active in training; fused attention has none")
 
 
-def _check_readers(nodes: list[Node], inside: set[Node], what: str) -> None:
-    for node in nodes:
-        for user in node.users:
-            if user not in inside:
-                raise Refused(f"the {what} are also read by {_reader(user)}; returning them needs their memory")
+def _lse(walk: Walk, fold: Fold, inside: set[Node], layout: Layout, writes: Writes) -> Operand | None:
+    """The one other reader of the scores that attention can serve: their logsumexp. Refuses every further one."""
+    outside = [(node, user) for node in fold.interior for user in node.users if user not in inside and _reads(user)]
+    if not outside:
+        return None
+    node, user = outside[0]
+    at = walk.scores.index(node) if node in walk.scores else len(walk.scores)
+    whole = all(op(x) in CASTS for x in walk.scores[:at])
+    if len(outside) > 1 or op(user) != "logsumexp" or not whole or fold.sinks is not None or fold.shifted:
+        raise Refused(f"the scores are also read by {_reader(user)}; returning them needs their memory")
+    dims, keepdim = walk.resolved(node), arg(user, 2, "keepdim", False)
+    dim = arg(user, 1, "dim")
+    dim = dim[0] if isinstance(dim, (tuple, list)) else dim
+    if dims[normal_dim(node, dim)] != layout.key:
+        raise Refused(f"logsumexp over other dimensions than the keys reads the scores ({place(user)})")
+    if any(writes.position[reader] < writes.position[walk.anchor] for reader in user.users):
+        raise Refused(f"the logsumexp of the scores is read before the product with v ({place(user)})")
+    left = tuple(() if d == layout.key else d for d in dims if keepdim or d != layout.key)
+    return Operand(user, left, tuple(walk.axes.plan(layout[:3], left)))
+
+
+_SHAPE_READERS = frozenset(
+    [
+        "expand_as",
+        "type_as",
+        "view_as",
+        "reshape_as",
+        "ones_like",
+        "zeros_like",
+        "full_like",
+        "empty_like",
+        "new_ones",
+        "new_zeros",
+        "new_full",
+        "size",
+        "new_empty",
+        "dim",
+    ]
+)
+"""Operations that read nothing of the scores but shape, dtype and device."""
+
+
+def _reads(user: Node) -> bool:
+    """Whether ``user`` needs the values: neither dead nor after the shape alone."""
+    return bool(user.users or written_by(user) or user.op == "output") and op(user) not in _SHAPE_READERS
 
 
 RULE = Rule("eager_attention", candidates, match)

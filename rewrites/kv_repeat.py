@@ -2,8 +2,10 @@
 
 x[:, :, None].expand(B, H, n, S, D).reshape(B, H * n, S, D)    Hugging Face's repeat_kv
 repeat_interleave(x, n, dim=1)
-x[:, :, None].repeat(1, 1, n, 1, 1).flatten(1, 2)
-x.repeat(1, n, 1, 1) of one head, x.expand(B, n, S, D) of one head     (multi-query attention)
+x.repeat(1, n, 1, 1), cat([x] * n, dim=1)                      heads in another order: h % num_kv_heads
+x.expand(B, n, S, D) of one head                               multi-query attention
+
+A spelling says which axis its source lacks; views and permutations around it are undone elsewhere.
 """
 
 from __future__ import annotations
@@ -13,74 +15,79 @@ from typing import Any
 
 from torch.fx import Node
 
-from attnpatch.graph import arg, is_tensor, normal_dim, op, shape
+from attnpatch.axes import Axes, Dims
+from attnpatch.graph import arg, is_tensor, normal_dim, op, shape, varargs
+from attnpatch.rule import Operand
 
 
-def peel_repeat(node: Node) -> Node | None:
-    """The tensor of which ``node`` repeats every head (dim -3) equally often, or None."""
-    for spelling in REPEATS:
-        source = spelling(node)
-        if source is not None:
-            return source
-    return None
-
-
-def _expand_reshape(node: Node) -> Node | None:
-    """A new dimension after the heads, expanded or repeated, then merged with them."""
-    if op(node) not in ("reshape", "view", "flatten") or not _ok(node, 4):
-        return None
-    wide = arg(node, 0, "input")
-    if op(wide) not in ("expand", "broadcast_to", "repeat") or not _ok(wide, 5):
-        return None
-    narrow = arg(wide, 0, "input")
-    if not _ok(narrow, 5) or not _is_one(shape(narrow)[2]) or not _only_dim_grows(narrow, wide, 2):
-        return None
-    b, h, n, s, d = shape(wide)
-    if list(shape(node)) != [b, h * n, s, d]:
-        return None
-    return _without_new_dim(narrow)
-
-
-def _without_new_dim(narrow: Node) -> Node | None:
-    """``x`` of ``x[:, :, None]`` or ``x.unsqueeze(2)``."""
-    if op(narrow) == "unsqueeze" and normal_dim(narrow, arg(narrow, 1, "dim")) == 2:
-        return arg(narrow, 0, "input")
-    if op(narrow) == "getitem" and isinstance(narrow.args[1], tuple):
-        items = [i for i in narrow.args[1] if i is not Ellipsis]
-        whole = [i for i in items if i is not None]
-        if items[:3] == [slice(None), slice(None), None] and all(i == slice(None) for i in whole):
-            return arg(narrow, 0, "input") if _ok(arg(narrow, 0, "input"), 4) else None
-    return None
-
-
-def _repeat_interleave(node: Node) -> Node | None:
-    if op(node) != "repeat_interleave" or not _ok(node, 4) or not isinstance(arg(node, 1, "repeats"), int):
-        return None
-    dim = arg(node, 2, "dim")
-    return arg(node, 0, "input") if dim is not None and normal_dim(node, dim) == 1 else None
-
-
-def _one_head(node: Node) -> Node | None:
-    """Repeating or expanding a single head is the same in any order."""
-    if op(node) not in ("repeat", "expand", "broadcast_to", "expand_as") or not _ok(node, 4):
+def _expand(node: Node, dims: Dims, axes: Axes) -> Operand | None:
+    """Dimensions of size 1 that grow, and new ones in front."""
+    if op(node) not in ("expand", "broadcast_to", "expand_as"):
         return None
     source = arg(node, 0, "input")
-    if not _ok(source, 4) or not _is_one(shape(source)[1]) or not _only_dim_grows(source, node, 1):
+    kept = dims[len(dims) - len(shape(source)) :]
+    grown = shape(node)[len(dims) - len(kept) :]
+    pairs = zip(kept, shape(source), grown, strict=True)
+    return Operand(source, tuple(() if _is_one(old) and not _is_one(new) else dim for dim, old, new in pairs))
+
+
+def _repeat(node: Node, dims: Dims, axes: Axes) -> Operand | None:
+    """One dimension repeated as a whole: the outer axis of it is the repeat."""
+    if op(node) != "repeat":
         return None
-    return source
+    source, counts = arg(node, 0, "input"), varargs(node, 1, "repeats")
+    repeated = [i for i, n in enumerate(counts) if not _is_one(n)]
+    if len(counts) != len(shape(source)) or len(repeated) != 1 or not isinstance(counts[repeated[0]], int):
+        return None
+    return _without_outer(source, dims, axes, repeated[0], counts[repeated[0]])
 
 
-def _only_dim_grows(narrow: Node, wide: Node, dim: int) -> bool:
-    return all(a == b for i, (a, b) in enumerate(zip(shape(narrow), shape(wide), strict=True)) if i != dim)
+def _cat_of_itself(node: Node, dims: Dims, axes: Axes) -> Operand | None:
+    if op(node) != "cat":
+        return None
+    parts = list(arg(node, 0, "tensors"))
+    if len(parts) < 2 or any(part is not parts[0] for part in parts):
+        return None
+    return _without_outer(parts[0], dims, axes, normal_dim(node, arg(node, 1, "dim", 0)), len(parts))
 
 
-def _ok(node: Any, rank: int) -> bool:
-    return is_tensor(node) and len(shape(node)) == rank
+def _without_outer(source: Node, dims: Dims, axes: Axes, at: int, count: int) -> Operand | None:
+    size = shape(source)[at]
+    if not isinstance(size, int):
+        return None
+    inner = () if size == 1 else _cut(dims[at], axes, (count, size))[1:]
+    return Operand(source, (*dims[:at], inner, *dims[at + 1 :])) if size == 1 or inner else None
+
+
+def _repeat_interleave(node: Node, dims: Dims, axes: Axes) -> Operand | None:
+    """Every slice of one dimension repeated: the inner axis of it is the repeat."""
+    count, dim = arg(node, 1, "repeats"), arg(node, 2, "dim")
+    if op(node) != "repeat_interleave" or not isinstance(count, int) or dim is None or not is_tensor(node):
+        return None
+    at = normal_dim(node, dim)
+    source = arg(node, 0, "input")
+    size = shape(source)[at]
+    if not isinstance(size, int):
+        return None
+    outer = () if size == 1 else _cut(dims[at], axes, (size, count))[:-1]
+    return Operand(source, (*dims[:at], outer, *dims[at + 1 :])) if size == 1 or outer else None
+
+
+def _cut(dim: tuple[str, ...], axes: Axes, sizes: tuple[int, int]) -> tuple[str, ...]:
+    """The two axes of a dimension, split where it still is one; empty when it is split otherwise."""
+    if len(dim) == 1:
+        return axes.split(dim[0], sizes)
+    return dim if tuple(axes.sizes[axis] for axis in dim) == sizes else ()
 
 
 def _is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
-REPEATS: tuple[Callable[[Node], Node | None], ...] = (_expand_reshape, _repeat_interleave, _one_head)
+REPEATS: tuple[Callable[[Node, Dims, Axes], Operand | None], ...] = (
+    _expand,
+    _repeat,
+    _cat_of_itself,
+    _repeat_interleave,
+)
 """A new spelling is one function and one entry here."""

@@ -11,7 +11,9 @@ from typing import Any
 from torch.fx import Node
 
 from attnpatch.affine import Affine
-from attnpatch.graph import Writes, shape
+from attnpatch.axes import Axes, Dims, Layout
+from attnpatch.errors import Refused
+from attnpatch.graph import is_tensor, place, shape, value
 from attnpatch.masking import is_excluding
 from attnpatch.rewrites.expressions import (
     And,
@@ -24,37 +26,92 @@ from attnpatch.rewrites.expressions import (
     Unknown,
     Where,
     as_condition,
+    leafwise,
     number,
 )
 from attnpatch.rewrites.pullback import Pullback, broadcast
-from attnpatch.rule import Streamed, Terms
+from attnpatch.rule import Operand, Streamed, Terms
 
 
 class MaskReader:
     """Collects the masks of one attention as constraints on (b, h, q, k) and resolves them to terms.
 
     Args:
-        rank: of the scores: 4 for ``[b, h, q, k]``, 3 for ``[b, q, k]``.
+        axes: of the attention.
+        layout: what they are.
         seqlens: seqlen_q and seqlen_k, ints or SymInts.
-        writes: the graph's in-place writes.
+        pull: reads the elements of masks.
     """
 
-    def __init__(self, rank: int, seqlens: tuple[Any, Any], writes: Writes) -> None:
-        variables = ("b", "h", "q", "k") if rank == 4 else ("b", "q", "k")
-        self.indices = tuple(Affine({v: 1}) for v in variables)
+    def __init__(self, axes: Axes, layout: Layout, seqlens: tuple[Any, Any], pull: Pullback) -> None:
+        self.axes, self.layout = axes, layout
         self.seqlen_q, self.seqlen_k = seqlens
-        self.pull = Pullback(writes)
+        self.pull = pull
         self.masks: list[Streamed] = []
         self.right: list[Affine] = []  # k <= q + bound
         self.left: list[Affine] = []  # k >= q - bound
         self.paddings: list[tuple[Node, Affine]] = []
         self.streamed: list[Streamed] = []
 
-    def add(self, mask: Node, kind: str, factor: float = 1.0) -> None:
-        """Read one mask: "additive" (times ``factor > 0``), or bool with True meaning "keep" or "hide"."""
-        self.masks.append(Streamed(mask, kind, factor))
+    def element(self, x: Any, dims: Dims) -> Any:
+        """The element of ``x`` where it is broadcast to a tensor of the given dims."""
+        indices = tuple(self._index(dim) for dim in dims)
+        return self.pull.element(x, broadcast(indices, x) if is_tensor(x) else ())
+
+    def _index(self, dim: tuple[str, ...]) -> Affine:
+        """A dimension's index in terms of b, h, q and k; parts of these have names of their own."""
+        for variable, group in zip("bhqk", self.layout, strict=True):
+            if dim == group and dim:
+                return Affine({variable: 1})
+        sizes = [self.axes.sizes[axis] for axis in dim]
+        if not all(isinstance(size, int) for size in sizes[1:]):
+            return Affine({"*".join(dim): 1})
+        index = Affine()
+        for axis, size in zip(dim, sizes, strict=True):
+            index = (index * size if index != Affine() else index) + self._axis(axis)
+        return index
+
+    def _axis(self, axis: str) -> Affine:
+        single = {group[0]: v for v, group in zip("bhqk", self.layout, strict=True) if len(group) == 1}
+        return Affine({single.get(axis, axis): 1})
+
+    def _aligned(self, x: Node, dims: Dims) -> Dims:
+        """The dims of ``x``, which broadcasts to a tensor of dims ``dims``."""
+        sizes = shape(x)
+        kept = dims[len(dims) - len(sizes) :]
+        return tuple(() if self._is_one(size) else dim for size, dim in zip(sizes, kept, strict=True))
+
+    def _arranged(self, x: Node, dims: Dims, target: Dims) -> Operand:
+        """``x`` with the steps to ``target``; a broadcast from the right needs none."""
+        own = self._aligned(x, dims)
+        right = target[len(target) - len(own) :]
+        if len(own) <= len(target) and all(a in (b, ()) for a, b in zip(own, right, strict=True)):
+            return Operand(x, own)
+        return Operand(x, own, tuple(self.axes.plan(own, target)))
+
+    def for_rows(self, x: Any, dims: Dims) -> Operand:
+        """A factor that is the same for all keys, so that it may multiply q instead of the scores."""
+        if not is_tensor(x) or value(x).numel() == 1:
+            return Operand(x, ())
+        return self._arranged(x, dims, (*self.layout[:3], ()))
+
+    def per_head(self, x: Node, dims: Dims) -> Node | float:
+        """The tensor of one value per head that ``x`` is a view of, or the number it holds."""
+        element = self.element(x, dims)
+        constant = number(element)
+        if constant is not None:
+            return constant
+        if not isinstance(element, Load) or element.indices != (Affine({"h": 1}),):
+            raise Refused(f"the sinks are not one logit per head ({place(x)})")
+        return element.node
+
+    def add(self, mask: Node, kind: str, factor: float, dims: Dims) -> None:
+        """Read one mask of scores of the given dims: "additive" (times ``factor``), or bool: "keep" or "hide"."""
+        self.masks.append(Streamed(self._arranged(mask, dims, self.layout.scores), kind, factor))
         try:
-            element = self.pull.element(mask, broadcast(self.indices, mask))
+            element = self.element(mask, dims)
+            if factor < 0:
+                element = leafwise(element, lambda x: -x)
             conditions = _conditions(element) if kind == "additive" else [as_condition(element)]
         except Unknown:
             conditions = [Unknown]

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from attnpatch.affine import Affine, scalar_affine
-from attnpatch.graph import CASTS, Writes, arg, normal_dim, op, shape, value
+from attnpatch.graph import CASTS, VIEWS, Writes, arg, normal_dim, op, shape, value
 from attnpatch.rewrites.expressions import (
     BOOLEAN,
     INTEGER,
@@ -48,13 +48,13 @@ class Pullback:
 
     Attributes:
         writes: the graph's in-place writes.
-        visited: every node whose operation was looked through.
+        now: the node that reads what is being looked at; a tensor may hold something else for another.
         readers: for each node that became an atom of an Affine, the node that read it.
     """
 
-    def __init__(self, writes: Writes) -> None:
+    def __init__(self, writes: Writes, now: Node) -> None:
         self.writes = writes
-        self.visited: set[Node] = set()
+        self.now = now
         self.readers: dict[Node, Node] = {}
 
     def element(self, x: Any, indices: tuple[Affine, ...]) -> Any:
@@ -66,24 +66,25 @@ class Pullback:
             return scalar
         if not isinstance(value(x), Tensor):
             raise Unknown(x)
-        if self.writes.touches(x):  # its defining operation no longer says what it holds
+        operation = OPERATIONS.get(op(x))
+        if operation is None or self.writes.between(x, x, self.now):  # written: its operation is not what it holds
             return Load(x, indices)
+        reader = self.now
         try:
-            operation = OPERATIONS.get(op(x))
-            result = operation(self, x, indices) if operation else Load(x, indices)
-            if operation:
-                self.visited.add(x)
-            return result
+            self.now = reader if op(x) in VIEWS else x  # through a view, the memory is read later
+            return operation(self, x, indices)
         except Unknown:
             return Load(x, indices)
+        finally:
+            self.now = reader
 
     def operand(self, reader: Node, x: Any, indices: tuple[Affine, ...]) -> Any:
         """The element of ``x`` where ``reader``, of the given indices, reads it under broadcasting."""
         if isinstance(x, Node) and isinstance(value(x), Tensor):
             scalar = scalar_affine(x)
             if scalar is not None and x in scalar.coefficients:
-                first = self.readers.setdefault(x, reader)
-                if self.writes.between(x, first, reader) or self.writes.between(x, reader, first):
+                first = self.readers.setdefault(x, self.now)
+                if self.writes.between(x, first, self.now) or self.writes.between(x, self.now, first):
                     raise Unknown(x)  # one scalar, two values
             return self.element(x, broadcast(indices, x))
         return self.element(x, ())

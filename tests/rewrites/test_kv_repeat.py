@@ -86,28 +86,32 @@ OTHER_ORDERS = {
     "cat": lambda x: torch.cat([x] * N, dim=1),
     "group_first": lambda x: x[:, None].expand(B, N, HKV, S, D).reshape(B, H, S, D),
     "group_last": lambda x: x.transpose(1, 2).repeat(1, 1, N, 1).transpose(1, 2),
-    "index": lambda x: x[:, [0, 1, 0, 1, 0, 1]],
 }
 
 
 @pytest.mark.parametrize("attend", [eager, sdpa])
 @pytest.mark.parametrize("repeat", OTHER_ORDERS.values(), ids=OTHER_ORDERS)
-def test_other_orders_stay(repeat, attend):
-    """A tiled repeat gives head h the keys of h % num_kv_heads, which no group index expresses."""
-    check(repeat, attend, qkv(), H)
+def test_tiled_orders(repeat, attend):
+    """A tiled repeat gives head h the keys of h % num_kv_heads: the heads of q are reordered."""
+    check(repeat, attend, qkv(), HKV)
+
+
+@pytest.mark.parametrize("attend", [eager, sdpa])
+def test_indexed_heads_stay(attend):
+    check(lambda x: x[:, [0, 1, 0, 1, 0, 1]], attend, qkv(), H)
 
 
 def test_order_of_equal_sizes_is_not_confused():
-    """With as many groups as kv heads, both orders have the same shapes."""
+    """With as many groups as kv heads, both orders have the same shapes, and other heads of q read each head of k."""
     args = torch.randn(B, 4, S, D), torch.randn(B, 2, S, D), torch.randn(B, 2, S, D)
-    interleaved = check_rewrite(
-        lambda q, k, v: eager(q, *(x[:, :, None].expand(B, 2, 2, S, D).reshape(B, 4, S, D) for x in (k, v))), *args
-    )
-    tiled = check_rewrite(
-        lambda q, k, v: eager(q, *(x[:, None].expand(B, 2, 2, S, D).reshape(B, 4, S, D) for x in (k, v))), *args
-    )
-    assert interleaved.sites[0].num_kv_heads == 2
-    assert tiled.sites[0].num_kv_heads == 4
+    for spread in (lambda x: x[:, :, None], lambda x: x[:, None]):
+        recording = check_rewrite(
+            lambda q, k, v, spread=spread: eager(
+                q, *(spread(x).expand(B, 2, 2, S, D).reshape(B, 4, S, D) for x in (k, v))
+            ),
+            *args,
+        )
+        assert recording.sites[0].num_kv_heads == 2
 
 
 def test_keys_repeated_and_values_not():

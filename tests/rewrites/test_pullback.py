@@ -80,7 +80,7 @@ def loads(x):
 def check(function, *args, opaque=(), **kwargs):
     """Every tensor the graph makes equals its expression everywhere; the output reads only ``opaque`` nodes."""
     graph, values = captured(function, *args, **kwargs)
-    pull = Pullback(Writes(graph))
+    pull = Pullback(Writes(graph), list(graph.nodes)[-1])
     output = next(n for n in graph.nodes if n.op == "output").args[0][0]
     for node, tensor in values.items():
         if not isinstance(tensor, torch.Tensor) or node.op == "output":
@@ -284,7 +284,7 @@ def test_reader_of_a_run_time_scalar_is_remembered():
         return torch.arange(S) <= length
 
     graph, _ = captured(function, torch.tensor(3))
-    pull = Pullback(Writes(graph))
+    pull = Pullback(Writes(graph), list(graph.nodes)[-1])
     output = next(n for n in graph.nodes if n.op == "output").args[0][0]
     expression = pull.element(output, (Affine({"k": 1}),))
     assert {(scalar.name, reader.name) for scalar, reader in pull.readers.items()} == {("l_length_", output.name)}

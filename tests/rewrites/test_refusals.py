@@ -55,12 +55,6 @@ def returns_raw_scores(q, k, v):
     return (scores * 0.25).softmax(-1) @ v, scores
 
 
-def reads_logsumexp(q, k, v):
-    """Granite with a sliding window: the output is scaled by sigmoid(lse - sink)."""
-    scores = scores_of(q, k)
-    return (scores.softmax(-1) @ v) * torch.sigmoid(torch.logsumexp(scores, dim=-1, keepdim=True))
-
-
 def probabilities_feed_two_products(q, k, v):
     p = scores_of(q, k).softmax(-1)
     return p @ v + p @ k
@@ -77,12 +71,6 @@ def probabilities_changed(q, k, v):
 
 def probabilities_masked(q, k, v):
     return scores_of(q, k).softmax(-1).tril() @ v
-
-
-def sinks_by_cat(q, k, v):
-    """GPT-OSS: one more column in the softmax, cut off after it."""
-    scores = torch.cat([scores_of(q, k), torch.ones(B, H, S, 1)], dim=-1)
-    return scores.softmax(-1)[..., :-1] @ v
 
 
 def dropout_in_training(q, k, v):
@@ -131,10 +119,6 @@ def zero_scale(q, k, v):
     return (q @ k.transpose(-1, -2) * 0.0).softmax(-1) @ v
 
 
-def scale_on_one_row(q, k, v):
-    return (scores_of(q, k) * torch.arange(S)[:, None]).softmax(-1) @ v
-
-
 def scores_as_divisor(q, k, v):
     return (1.0 / scores_of(q, k)).softmax(-1) @ v
 
@@ -151,36 +135,16 @@ def subtracted_from(q, k, v):
     return (1.0 - scores_of(q, k)).softmax(-1) @ v
 
 
-def einsum_scores(q, k, v):
-    return torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1) @ v
-
-
-def einsum_output(q, k, v):
-    return torch.einsum("bhqk,bhkd->bhqd", scores_of(q, k).softmax(-1), v)
-
-
-def baddbmm(q, k, v):
-    q, k, v = (x.reshape(B * H, S, D) for x in (q, k, v))
-    bias = torch.zeros(B * H, 1, S)
-    return torch.bmm(bias.baddbmm(q, k.transpose(-1, -2), beta=1.0, alpha=0.25).softmax(-1), v)
-
-
-def add_with_alpha(q, k, v):
-    return torch.add(scores_of(q, k), torch.ones(S, S), alpha=2).softmax(-1) @ v
-
-
 REFUSED = {
     returns_probabilities: "they are returned (output_attentions)",
     returns_cast_probabilities: "they are returned (output_attentions)",
     returns_dropped_probabilities: "they are returned (output_attentions)",
     returns_scores: "scores are also read by the caller",
     returns_raw_scores: "scores are also read by the caller",
-    reads_logsumexp: "scores are also read by logsumexp",
     probabilities_feed_two_products: "probabilities are also read by matmul",
     probabilities_summed: "probabilities are also read by sum",
     probabilities_changed: "mul reads the attention probabilities",
     probabilities_masked: "tril reads the attention probabilities",
-    sinks_by_cat: "getitem reads the attention probabilities",
     dropout_in_training: "dropout with p=0.1 is active in training",
     dropout_by_default: "dropout with p=0.5 is active in training",
     softmax_over_queries: "softmax is over dim -2",
@@ -192,15 +156,10 @@ REFUSED = {
     filled_with_minus_10000: "does not exclude them",
     negative_scale: "not by a positive number",
     zero_scale: "not by a positive number",
-    scale_on_one_row: "not by a positive number",
     scores_as_divisor: "the scores are a divisor",
     relu_on_scores: "relu between q k^T and softmax is not understood",
     squared_scores: "pow between q k^T and softmax is not understood",
-    subtracted_from: "between q k^T and softmax is not understood",
-    einsum_scores: "einsum",
-    einsum_output: "einsum",
-    baddbmm: "baddbmm",
-    add_with_alpha: "add(alpha=2)",
+    subtracted_from: "the scores are subtracted",
 }
 
 
@@ -232,15 +191,6 @@ def test_run_time_softcap():
         return (torch.tanh(q @ k.transpose(-1, -2) / cap) * cap).softmax(-1) @ v
 
     assert "run time" in refused(function, *qkv(), torch.tensor(5.0))
-
-
-def test_scale_per_head():
-    """A learned temperature per head changes more than a scale can say."""
-
-    def function(q, k, v, t):
-        return (q @ k.transpose(-1, -2) * t).softmax(-1) @ v
-
-    assert "a tensor of shape [4, 1, 1]" in refused(function, *qkv(), torch.rand(H, 1, 1))
 
 
 def test_fill_known_only_at_run_time():

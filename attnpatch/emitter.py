@@ -1,0 +1,225 @@
+"""Put the operator of a site into its graph: arguments, what layers share, what becomes dead."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from attnpatch.affine import Affine
+from attnpatch.graph import VIEWS, Writes, emit, erase_dead, is_tensor, op, shape, value
+from attnpatch.rule import Operand, Site, Streamed, Terms
+
+
+class Emitter:
+    """Builds the operator's arguments in a graph; what several layers share is built once."""
+
+    def __init__(self, graph: Graph, backends: str) -> None:
+        self.graph = graph
+        self.backends = backends
+        self.shared: dict[Any, Any] = {}
+
+    def replace(self, site: Site, writes: Writes) -> None:
+        """Put the operator right before the site's anchor, hand it the readers, erase what became dead."""
+        with self.graph.inserting_before(site.anchor):
+            o, lse = self._operator(site, writes)
+            o = self._arranged(Operand(o, (), site.output), site.anchor)
+            if value(o).dtype != value(site.anchor).dtype:
+                o = self._emit("to", o, value(site.anchor).dtype, like=site.anchor)
+            if lse is not None and site.lse is not None:
+                lse = self._arranged(site.lse._replace(node=lse), site.anchor)
+                lse = self._emit("to", lse, value(site.lse.node).dtype, like=site.anchor)
+            if _breaks_a_view(value(o), site.anchor):
+                o = self._emit("contiguous", o, like=site.anchor)
+        site.anchor.replace_all_uses_with(o)
+        if lse is not None and site.lse is not None:
+            site.lse.node.replace_all_uses_with(lse)
+            erase_dead(self.graph, [site.lse.node])
+        erase_dead(self.graph, [site.anchor, *reversed(site.interior)])
+
+    def _emit(self, target: Any, *args: Any, like: Node, **kwargs: Any) -> Node:
+        return emit(self.graph, target, *args, like=like, **kwargs)
+
+    def _arranged(self, x: Operand, like: Node) -> Node:
+        """The operand in the operator's layout."""
+        node = x.node
+        for method, args in x.steps:
+            node = self._emit(method, node, *args, like=like)
+        return node
+
+    def _query(self, site: Site) -> Node:
+        """q, with scales known only at run time applied to it."""
+        like, q = site.anchor, self._arranged(site.q, site.anchor)
+        for scale, kind in site.scales:
+            factor = self._arranged(scale, like)
+            q = self._emit(operator.mul if kind == "mul" else operator.truediv, q, factor, like=like)
+        if value(q).dtype != value(site.v.node).dtype:
+            q = self._emit("to", q, value(site.v.node).dtype, like=like)
+        return q
+
+    def _operator(self, site: Site, writes: Writes) -> tuple[Node, Node | None]:
+        """The operator's output, and its lse where the site wants it."""
+        terms, like = site.terms, site.anchor
+        q, k, v = self._query(site), self._arranged(site.k, like), self._arranged(site.v, like)
+        constant, tensor = self._offset(site, writes)
+        streamed, padding = self._streamed(terms.streamed, like, writes), self._paddings(terms, q, k, like, writes)
+        given: dict[str, Any] = {
+            "attn_mask": streamed,
+            "key_padding": padding,
+            "q_offset_tensor": tensor,
+            "q_offset": constant or None,
+            "window_left": terms.window_left,
+            "window_right": terms.window_right,
+            "softcap": site.softcap,
+            "key_bounds": self._bounds(streamed, padding, k, like, writes),
+            "sinks": self._sinks(site, q),
+            "backends": self.backends or None,
+        }
+        given = {name: x for name, x in given.items() if x is not None}
+        if site.lse is None:
+            return self._emit(torch.ops.attnpatch.attention.default, q, k, v, site.sm_scale, like=like, **given), None
+        both = self._emit(torch.ops.attnpatch.attention_lse.default, q, k, v, site.sm_scale, like=like, **given)
+        return self._emit(operator.getitem, both, 0, like=like), self._emit(operator.getitem, both, 1, like=like)
+
+    def _sinks(self, site: Site, q: Node) -> Node | None:
+        if not isinstance(site.sinks, float):
+            return site.sinks
+        return self._emit("new_full", q, (site.sizes[0],), site.sinks, dtype=torch.float32, like=site.anchor)
+
+    def _bounds(self, streamed: Node | None, padding: Node | None, k: Node, like: Node, writes: Writes) -> Node | None:
+        """Which keys each row can see by the masks that stay tensors, scanned once for all layers that use them."""
+        if streamed is not None and not _is_shared_by_heads(streamed):
+            return None  # a bias per head: every element is read anyway
+        masks = [m for m in (streamed, padding) if m is not None]
+        versions = (writes.version(m, like) if m in writes.position else 0 for m in masks)
+        key = ("bounds", *masks, *versions, str(shape(k)[2]))
+        if masks and key not in self.shared:
+            bounds = [self._scanned(m, m is padding, k, like) for m in masks]
+            self.shared[key] = self._fold(torch.minimum, bounds, like)
+        return self.shared[key] if masks else None
+
+    def _scanned(self, mask: Node, is_padding: bool, k: Node, like: Node) -> Node:
+        for _ in range(4 - len(shape(mask))):
+            mask = self._emit("unsqueeze", mask, 1 if is_padding else 0, like=like)
+        if str(shape(mask)[3]) != str(shape(k)[2]):  # whole rows hidden, or one column for all keys
+            mask = self._emit("expand", mask, -1, -1, -1, self._emit("size", k, 2, like=like), like=like)
+        return self._emit(torch.ops.attnpatch.key_bounds.default, mask, like=like)
+
+    def _offset(self, site: Site, writes: Writes) -> tuple[Any, Node | None]:
+        """``terms.q_offset`` as an int (or SymInt node) and a tensor node."""
+        total: Any = site.terms.q_offset.constant
+        tensor: Any = None
+        for atom, c in site.terms.q_offset.coefficients.items():
+            if is_tensor(atom):
+                atom = self._snapshot(atom, site, writes)
+                tensor = self._sum(tensor, self._times(atom, c, site.anchor), site.anchor)
+            else:
+                total = self._sum(total or None, self._times(atom, c, site.anchor), site.anchor)
+        return total, tensor
+
+    def _times(self, node: Node, factor: int, like: Node) -> Node:
+        return node if factor == 1 else self._emit(operator.mul, node, factor, like=like)
+
+    def _sum(self, left: Any, right: Node, like: Node) -> Node:
+        return right if left is None else self._emit(operator.add, left, right, like=like)
+
+    def _snapshot(self, scalar: Node, site: Site, writes: Writes) -> Node:
+        """The scalar as the mask read it: a static cache adds to its length before attention runs."""
+        reader = site.readers.get(scalar)
+        if reader is None or writes.between(scalar, reader, site.anchor) is None:
+            return scalar
+        if (scalar, reader) not in self.shared:
+            with self.graph.inserting_before(reader):
+                self.shared[scalar, reader] = self._emit("clone", scalar, like=reader)
+        return self.shared[scalar, reader]
+
+    def _paddings(self, terms: Terms, q: Node, k: Node, like: Node, writes: Writes) -> Node | None:
+        """The conjunction of the padding terms, bool ``[batch, seqlen_k]``."""
+        versions = (writes.version(node, like) for node, _ in terms.paddings)
+        key = (*terms.paddings, *versions, str(shape(k)[2]), str(shape(q)[0]))
+        if terms.paddings and key not in self.shared:
+            parts = [self._padding(node, first, q, k, like) for node, first in terms.paddings]
+            total = parts[0]
+            for part in parts[1:]:
+                total = self._emit(operator.and_, total, part, like=like)
+            self.shared[key] = total
+        return self.shared.get(key) if terms.paddings else None
+
+    def _padding(self, node: Node, first: Affine, q: Node, k: Node, like: Node) -> Node:
+        if value(node).dtype != torch.bool:
+            node = self._emit("to", node, torch.bool, like=like)
+        if len(shape(node)) == 1:
+            node = self._emit("unsqueeze", node, 0, like=like)
+        if first != Affine() or str(shape(node)[1]) != str(shape(k)[2]):
+            start, length = self._scalar(first, like), self._emit("size", k, 2, like=like)
+            node = self._emit("narrow", node, 1, start, length, like=like)
+        if str(shape(node)[0]) != str(shape(q)[0]):
+            node = self._emit("expand", node, self._emit("size", q, 0, like=like), -1, like=like)
+        return node
+
+    def _scalar(self, expression: Affine, like: Node) -> Any:
+        """An expression of SymInt nodes as a node, or its constant."""
+        total: Any = expression.constant or None
+        for atom, c in expression.coefficients.items():
+            total = self._sum(total, self._times(atom, c, like), like)
+        return total or 0
+
+    def _streamed(self, masks: list[Streamed], like: Node, writes: Writes) -> Node | None:
+        """One mask that has the effect of all: bool if all are, else additive with -inf where a bool hides."""
+        key = (*masks, *(writes.version(mask.node, like) for mask in masks))
+        if not masks:
+            return None
+        if key not in self.shared:
+            keep = [self._keep(m, like) for m in masks if m.kind != "additive"]
+            bias = [self._bias(m, like) for m in masks if m.kind == "additive"]
+            total = self._fold(operator.add, bias, like)
+            visible = self._fold(operator.and_, keep, like)
+            if total is not None and visible is not None:
+                hidden = self._emit("logical_not", visible, like=like)
+                total = self._emit("masked_fill", total, hidden, -torch.inf, like=like)
+            self.shared[key] = visible if total is None else total
+        return self.shared[key]
+
+    def _fold(self, target: Any, nodes: list[Node], like: Node) -> Node | None:
+        total: Node | None = None
+        for node in nodes:
+            total = node if total is None else self._emit(target, total, node, like=like)
+        return total
+
+    def _keep(self, mask: Streamed, like: Node) -> Node:
+        node = self._arranged(mask.mask, like)
+        return node if mask.kind == "keep" else self._emit("logical_not", node, like=like)
+
+    def _bias(self, mask: Streamed, like: Node) -> Node:
+        node = self._arranged(mask.mask, like)
+        if not value(node).is_floating_point():
+            node = self._emit("float", node, like=like)
+        return node if mask.factor == 1.0 else self._emit(operator.mul, node, mask.factor, like=like)
+
+
+def _breaks_a_view(output: Any, node: Node) -> bool:
+    """Whether a view after ``node``, which is contiguous in the original, fails on the strides of ``output``."""
+    for user in node.users:
+        if op(user) not in VIEWS or user.args[0] is not node:
+            continue
+        try:
+            with output.fake_mode, torch.no_grad():
+                viewed = _rerun(user, output)
+        except (RuntimeError, ValueError):
+            return True
+        if isinstance(viewed, torch.Tensor) and _breaks_a_view(viewed, user):
+            return True
+    return False
+
+
+def _rerun(user: Node, x: Any) -> Any:
+    """The fake value of ``user`` with ``x`` as its first argument."""
+    args, kwargs = map_arg((user.args[1:], user.kwargs), value)
+    return getattr(x, user.target)(*args, **kwargs) if isinstance(user.target, str) else user.target(x, *args, **kwargs)
+
+
+def _is_shared_by_heads(mask: Node) -> bool:
+    return len(shape(mask)) < 3 or (isinstance(shape(mask)[-3], int) and shape(mask)[-3] == 1)

@@ -1,0 +1,83 @@
+"""Spellings and layouts beyond ``[batch, heads, seqlen, head_dim]``: fused, and the same numbers."""
+
+import pytest
+import torch
+
+from attnpatch.testing.recording import check_rewrite
+
+B, H, S, D = 2, 4, 12, 16
+
+
+def qkv():
+    return tuple(torch.randn(B, H, S, D) for _ in range(3))
+
+
+def scores_of(q, k):
+    return q @ k.transpose(-1, -2) * 0.25
+
+
+def fused(function, *args):
+    """The one site of ``function``, fused and equal, without a tensor of all scores."""
+    recording = check_rewrite(function, *args)
+    assert recording.reasons == []
+    assert len(recording.sites) == 1
+    assert recording.square_nodes(S, S) == []
+    return recording.sites[0]
+
+
+def reads_logsumexp(q, k, v):
+    """Granite with a sliding window: the output is scaled by sigmoid(lse - sink)."""
+    scores = scores_of(q, k)
+    return (scores.softmax(-1) @ v) * torch.sigmoid(torch.logsumexp(scores, dim=-1, keepdim=True))
+
+
+def sinks_by_cat(q, k, v):
+    """GPT-OSS: one more column in the softmax, cut off after it."""
+    scores = torch.cat([scores_of(q, k), torch.ones(B, H, S, 1)], dim=-1)
+    return scores.softmax(-1)[..., :-1] @ v
+
+
+def scale_on_one_row(q, k, v):
+    return (scores_of(q, k) * torch.arange(S)[:, None]).softmax(-1) @ v
+
+
+def einsum_scores(q, k, v):
+    return torch.einsum("bhqd,bhkd->bhqk", q, k).softmax(-1) @ v
+
+
+def einsum_output(q, k, v):
+    return torch.einsum("bhqk,bhkd->bhqd", scores_of(q, k).softmax(-1), v)
+
+
+def baddbmm(q, k, v):
+    q, k, v = (x.reshape(B * H, S, D) for x in (q, k, v))
+    bias = torch.zeros(B * H, 1, S)
+    return torch.bmm(bias.baddbmm(q, k.transpose(-1, -2), beta=1.0, alpha=0.25).softmax(-1), v)
+
+
+def add_with_alpha(q, k, v):
+    return torch.add(scores_of(q, k), torch.ones(S, S), alpha=2).softmax(-1) @ v
+
+
+SPELLINGS = [reads_logsumexp, sinks_by_cat, scale_on_one_row, einsum_scores, einsum_output, add_with_alpha]
+
+
+@pytest.mark.parametrize("function", SPELLINGS, ids=[f.__name__ for f in SPELLINGS])
+def test_spelling(function):
+    site = fused(function, *qkv())
+    assert (site.num_heads, site.num_kv_heads, site.head_dim) == (H, H, D)
+
+
+def test_baddbmm():
+    """Heads merged into the batch by a reshape are found again; a bias of zeros is none."""
+    site = fused(baddbmm, *qkv())
+    assert (site.num_heads, site.mask) == (H, "none")
+
+
+def test_scale_per_head():
+    """A learned temperature per head multiplies q instead of the scores."""
+
+    def function(q, k, v, t):
+        return (q @ k.transpose(-1, -2) * t).softmax(-1) @ v
+
+    fused(function, *qkv(), torch.rand(H, 1, 1))
