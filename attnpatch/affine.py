@@ -2,8 +2,8 @@
 
     q + offset - k   is   Affine({"q": 1, "k": -1, <node offset>: 1}, 0)
 
-Index variables are strings: "b", "h", "q" and "k", and names of axes that are part of one of these; every other atom is
-an FX node that yields a SymInt or a 0-d integer tensor.
+Index variables are strings: "b", "h", "q" and "k", and names of axes that are part of one of these. Other atoms are FX
+nodes that yield a SymInt or a 0-d integer tensor, and elements of integer tensors (expressions.Load).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Affine:
 
     @property
     def is_scalar(self) -> bool:
-        """Whether no index variable occurs."""
-        return not any(isinstance(atom, str) for atom in self.coefficients)
+        """Whether it is the same for every index: made of nodes alone."""
+        return all(isinstance(atom, Node) for atom in self.coefficients)
 
     def without(self, *variables: str) -> Affine:
         """The expression less its index variables."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from attnpatch.affine import Affine
+from attnpatch.edges import EdgeEmitter, scalar_nodes
 from attnpatch.graph import VIEWS, Writes, emit, erase_dead, is_tensor, op, shape, value
 from attnpatch.rule import Operand, Site, Streamed, Terms
 
@@ -74,7 +76,7 @@ class Emitter:
             "window_left": terms.window_left,
             "window_right": terms.window_right,
             "softcap": site.softcap,
-            "key_bounds": self._bounds(streamed, padding, k, like, writes),
+            "key_bounds": self._bounds(site, streamed, padding, q, k, writes),
             "sinks": self._sinks(site, q),
             "backends": self.backends or None,
         }
@@ -89,17 +91,22 @@ class Emitter:
             return site.sinks
         return self._emit("new_full", q, (site.sizes[0],), site.sinks, dtype=torch.float32, like=site.anchor)
 
-    def _bounds(self, streamed: Node | None, padding: Node | None, k: Node, like: Node, writes: Writes) -> Node | None:
-        """Which keys each row can see by the masks that stay tensors, scanned once for all layers that use them."""
-        if streamed is not None and not _is_shared_by_heads(streamed):
-            return None  # a bias per head: every element is read anyway
-        masks = [m for m in (streamed, padding) if m is not None]
+    def _bounds(
+        self, site: Site, streamed: Node | None, padding: Node | None, q: Node, k: Node, writes: Writes
+    ) -> Node | None:
+        """Which keys each row can see by the intervals, and by masks that stay tensors, scanned once for all layers."""
+        like, intervals = site.anchor, site.terms.intervals
+        is_bias = streamed is not None and not _is_shared_by_heads(streamed)  # per head: every element is read anyway
+        masks = [] if is_bias else [m for m in (streamed, padding) if m is not None]
+        scalars = {x: self._snapshot(x, site, writes) for run in intervals for x in scalar_nodes(run)}
         versions = (writes.version(m, like) if m in writes.position else 0 for m in masks)
-        key = ("bounds", *masks, *versions, str(shape(k)[2]))
-        if masks and key not in self.shared:
+        key = ("bounds", *masks, *versions, *intervals, *scalars.values(), is_bias, str(shape(q)[2]), str(shape(k)[2]))
+        if (masks or intervals) and key not in self.shared:
             bounds = [self._scanned(m, m is padding, k, like) for m in masks]
+            edges = EdgeEmitter(partial(self._emit, like=like), q, scalars)
+            bounds += [edges.bounds(run.first, run.stop, k, plain=int(not is_bias)) for run in intervals]
             self.shared[key] = self._fold(torch.minimum, bounds, like)
-        return self.shared[key] if masks else None
+        return self.shared.get(key)
 
     def _scanned(self, mask: Node, is_padding: bool, k: Node, like: Node) -> Node:
         for _ in range(4 - len(shape(mask))):

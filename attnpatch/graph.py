@@ -88,8 +88,8 @@ def arg(node: Node, position: int, name: str, default: Any = None) -> Any:
 
 
 def varargs(node: Node, start: int, name: str) -> list[Any]:
-    """Arguments from ``start`` on, given as one sequence or one by one: ``permute(0, 2, 1)``, ``permute((0, 2, 1))``."""
-    given: list[Any] = list(node.kwargs[name]) if name in node.kwargs else list(node.args[start:])  # type: ignore[arg-type]
+    """Arguments from ``start`` on, given one by one, ``permute(0, 2, 1)``, or as one sequence."""
+    given: list[Any] = [node.kwargs[name]] if name in node.kwargs else list(node.args[start:])
     return list(given[0]) if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
 
 

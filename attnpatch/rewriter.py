@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map
 
+from attnpatch.edges import tensor_nodes
 from attnpatch.emitter import Emitter
 from attnpatch.errors import Refused
 from attnpatch.graph import Writes, follow_writes, module_path, place, value
@@ -86,7 +87,8 @@ def _record(site: Site, rule: Rule, module: str, where: str) -> SiteRecord:
 def _check_writes(site: Site, writes: Writes) -> None:
     """Refuse when q, k, v or a mask tensor is written between where it was read and where the operator reads it."""
     masks = [(s.node, _first_reader(s.node, site.interior, writes)) for s in site.terms.streamed]
-    for node, start in [*site.reads, *masks, *((n, n) for n, _ in site.terms.paddings)]:
+    ids = [(n, n) for run in site.terms.intervals for n in tensor_nodes(run)]
+    for node, start in [*site.reads, *masks, *ids, *((n, n) for n, _ in site.terms.paddings)]:
         writer = writes.between(node, start, site.anchor)
         if writer is not None and writer not in site.interior:
             raise Refused(f"{node.name} is written in place ({place(writer)}) before attention ends")

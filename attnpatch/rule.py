@@ -52,13 +52,15 @@ class Terms:
     """A mask as terms over query row q and key k; see :mod:`attnpatch.attention_call`.
 
     ``q_offset`` is an integer-valued scalar expression (:class:`attnpatch.affine.Affine`). ``paddings``
-    are ``(node, first column)`` pairs: ``node[b, first column + k]`` is nonzero for real keys.
+    are ``(node, first column)`` pairs: ``node[b, first column + k]`` is nonzero for real keys. ``intervals``
+    (:class:`attnpatch.rewrites.intervals.Interval`) are one run of keys per row each.
     """
 
     q_offset: Affine = field(default_factory=Affine)
     window_left: int | None = None
     window_right: int | None = None
     paddings: list[tuple[Node, Any]] = field(default_factory=list)
+    intervals: list[Any] = field(default_factory=list)
     streamed: list[Streamed] = field(default_factory=list)
 
 

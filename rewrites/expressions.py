@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -33,6 +33,22 @@ class AtLeastZero:
     """``expression >= 0``."""
 
     expression: Affine
+
+
+@dataclass(frozen=True)
+class FloorDiv:
+    """``numerator // divisor`` of integers."""
+
+    numerator: Affine
+    divisor: int
+
+
+@dataclass(frozen=True)
+class Equal:
+    """``left == right`` of integer expressions that depend on q and on k."""
+
+    left: Any
+    right: Any
 
 
 @dataclass(frozen=True)
@@ -82,7 +98,7 @@ class Sum:
     right: Any
 
 
-BOOLEAN = (AtLeastZero, And, Or, Not)
+BOOLEAN = (AtLeastZero, Equal, And, Or, Not)
 INTEGER = (Affine, Magnitude)
 
 
@@ -95,6 +111,13 @@ def number(x: Any) -> float | None:
     if isinstance(x, Const):
         return x.value
     return float(x.constant) if isinstance(x, Affine) and x.is_constant else None
+
+
+def integer(x: Any) -> Any:
+    """``x`` as an Affine where it is the element of an integer tensor at an index without k; else as it is."""
+    if not isinstance(x, Load) or any(i["k"] for i in x.indices):
+        return x
+    return Affine({x: 1}) if value(x.node).dtype in (torch.int32, torch.int64) else x
 
 
 def as_condition(x: Any) -> Any:
@@ -157,3 +180,14 @@ def survives_cast(x: Any, source: torch.dtype, target: torch.dtype) -> bool:
     if isinstance(x, (Load, Sum)):
         return torch.promote_types(source, target) == target
     return True
+
+
+def loads(x: Any) -> Iterator[Load]:
+    """Every load in an expression."""
+    if isinstance(x, Load):
+        yield x
+    elif isinstance(x, Affine):
+        yield from (atom for atom in x.coefficients if isinstance(atom, Load))
+    elif is_dataclass(x):
+        for part in fields(x):
+            yield from loads(getattr(x, part.name))

@@ -29,6 +29,7 @@ from attnpatch.rewrites.expressions import (
     leafwise,
     number,
 )
+from attnpatch.rewrites.intervals import Interval, NoInterval, interval
 from attnpatch.rewrites.pullback import Pullback, broadcast
 from attnpatch.rule import Operand, Streamed, Terms
 
@@ -51,6 +52,7 @@ class MaskReader:
         self.right: list[Affine] = []  # k <= q + bound
         self.left: list[Affine] = []  # k >= q - bound
         self.paddings: list[tuple[Node, Affine]] = []
+        self.intervals: list[Interval] = []
         self.streamed: list[Streamed] = []
 
     def element(self, x: Any, dims: Dims) -> Any:
@@ -124,14 +126,23 @@ class MaskReader:
     def _constrain(self, condition: Any) -> bool:
         """Take in a condition under which a key is visible; False when some part of it is not a term."""
         if isinstance(condition, And):
-            return all([self._constrain(condition.left), self._constrain(condition.right)])
+            return all([self._constrain(condition.left), self._constrain(condition.right)]) or self._run(condition)
         if isinstance(condition, Not):
             return self._constrain_negated(condition.operand)
         if isinstance(condition, AtLeastZero):
             return self._bound(condition.expression)
         if isinstance(condition, Load):
             return self._padding(condition)
-        return isinstance(condition, Const) and condition.value != 0
+        return (isinstance(condition, Const) and condition.value != 0) or self._run(condition)
+
+    def _run(self, condition: Any) -> bool:
+        """A condition under which each row sees one run of keys."""
+        try:
+            found = interval(condition)
+        except NoInterval:
+            return False
+        self.intervals.append(found)
+        return True
 
     def _constrain_negated(self, condition: Any) -> bool:
         if isinstance(condition, AtLeastZero):
@@ -140,7 +151,7 @@ class MaskReader:
             return self._constrain(condition.operand)
         if isinstance(condition, Or):
             return self._constrain(And(Not(condition.left), Not(condition.right)))
-        return isinstance(condition, Const) and condition.value == 0
+        return (isinstance(condition, Const) and condition.value == 0) or self._run(Not(condition))
 
     def _bound(self, expression: Affine) -> bool:
         """``expression >= 0`` as a bound on k relative to q."""
@@ -148,14 +159,14 @@ class MaskReader:
         if self._is_one(self.seqlen_q):  # the only row is q = 0
             q = -k
         rest = expression.without("q", "k")
-        if not rest.is_scalar:
-            return False
+        if not rest.is_scalar or (q, k) == (0, -1) or (q, k) == (0, 1):
+            return self._run(AtLeastZero(expression))
         if (q, k) == (1, -1):
             self.right.append(rest)
         elif (q, k) == (-1, 1):
             self.left.append(rest)
-        else:  # q >= 0, k >= 0 and the like hold for every index
-            return min(q, k) >= 0 and rest.is_constant and rest.constant >= 0
+        elif not (min(q, k) >= 0 and rest.is_constant and rest.constant >= 0):  # as q >= 0, k >= 0 are for every index
+            return self._run(AtLeastZero(expression))
         return True
 
     def _padding(self, load: Load) -> bool:
@@ -170,7 +181,8 @@ class MaskReader:
 
     def terms(self) -> Terms:
         """Resolve what was read; bounds that cannot be compared leave every mask streamed."""
-        terms = Terms(paddings=list(dict.fromkeys(self.paddings)), streamed=self.streamed)
+        paddings, intervals = list(dict.fromkeys(self.paddings)), list(dict.fromkeys(self.intervals))
+        terms = Terms(paddings=paddings, intervals=intervals, streamed=self.streamed)
         try:
             self._set_band(terms)
         except Unknown:
@@ -246,6 +258,7 @@ def words(terms: Terms) -> str:
         left = "all" if terms.window_left is None else terms.window_left
         right = "all" if terms.window_right is None else terms.window_right
         said.append(f"window {left} left, {right} right")
+    said += [run.word for run in terms.intervals if run.word and run.word not in said]
     said += ["padding"] if terms.paddings else []
     for mask in terms.streamed:
         kind = "bias" if mask.kind == "additive" else "mask"

@@ -27,6 +27,8 @@ from attnpatch.rewrites.expressions import (
     And,
     AtLeastZero,
     Const,
+    Equal,
+    FloorDiv,
     Load,
     Magnitude,
     Not,
@@ -36,7 +38,9 @@ from attnpatch.rewrites.expressions import (
     as_condition,
     conjunction,
     disjunction,
+    integer,
     leafwise,
+    loads,
     negation,
     number,
     survives_cast,
@@ -48,6 +52,8 @@ class Pullback:
 
     Attributes:
         writes: the graph's in-place writes.
+        views_only: whether only views are looked through, so that elements of one tensor are seen to be that.
+        levels: inside vmap, the index of what each level runs over.
         now: the node that reads what is being looked at; a tensor may hold something else for another.
         readers: for each node that became an atom of an Affine, the node that read it.
     """
@@ -55,6 +61,8 @@ class Pullback:
     def __init__(self, writes: Writes, now: Node) -> None:
         self.writes = writes
         self.now = now
+        self.views_only = False
+        self.levels: dict[int, Affine] = {}
         self.readers: dict[Node, Node] = {}
 
     def element(self, x: Any, indices: tuple[Affine, ...]) -> Any:
@@ -67,6 +75,8 @@ class Pullback:
         if not isinstance(value(x), Tensor):
             raise Unknown(x)
         operation = OPERATIONS.get(op(x))
+        if self.views_only and op(x) not in (*VIEWS, "index"):
+            operation = None
         if operation is None or self.writes.between(x, x, self.now):  # written: its operation is not what it holds
             return Load(x, indices)
         reader = self.now
@@ -78,6 +88,13 @@ class Pullback:
         finally:
             self.now = reader
 
+    def inside(self, x: Any, indices: tuple[Affine, ...]) -> Any:
+        """The element of a tensor inside vmap, which no code outside can load."""
+        result = self.element(x, indices)
+        if any(_is_inside_vmap(load.node) for load in loads(result)):
+            raise Unknown(x)
+        return result
+
     def operand(self, reader: Node, x: Any, indices: tuple[Affine, ...]) -> Any:
         """The element of ``x`` where ``reader``, of the given indices, reads it under broadcasting."""
         if isinstance(x, Node) and isinstance(value(x), Tensor):
@@ -88,6 +105,17 @@ class Pullback:
                     raise Unknown(x)  # one scalar, two values
             return self.element(x, broadcast(indices, x))
         return self.element(x, ())
+
+
+def _is_inside_vmap(node: Node, depth: int = 32) -> bool:
+    """Whether ``node`` is made inside vmap: what it is made of enters one and does not leave it."""
+    if op(node) == "_add_batch_dim":
+        return True
+    return (
+        bool(depth)
+        and op(node) != "_remove_batch_dim"
+        and any(_is_inside_vmap(x, depth - 1) for x in node.all_input_nodes)
+    )
 
 
 def broadcast(indices: tuple[Affine, ...], x: Node) -> tuple[Affine, ...]:
@@ -121,15 +149,15 @@ def _add(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
     left, right = _binary(pull, node, indices)
     if arg(node, 2, "alpha", 1) != 1:
         raise Unknown(node)
-    if isinstance(left, Affine) and isinstance(right, Affine):
-        return left + right
+    if isinstance(integer(left), Affine) and isinstance(integer(right), Affine):
+        return integer(left) + integer(right)
     return Sum(left, right)
 
 
 def _sub(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
     left, right = _binary(pull, node, indices)
-    if isinstance(left, Affine) and isinstance(right, Affine):
-        return left - right
+    if isinstance(integer(left), Affine) and isinstance(integer(right), Affine):
+        return integer(left) - integer(right)
     minuend, subtrahend = number(left), number(right)
     if value(node).dtype == torch.uint8:  # wraps below zero
         raise Unknown(node)
@@ -177,12 +205,27 @@ def _at_least(node: Node, left: Any, right: Any, slack: int) -> Any:
 
 def _comparison(holds: Callable[[float, float], bool], swap: bool, slack: int) -> Callable[..., Any]:
     def compare(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
-        left, right = _binary(pull, node, indices)
-        if not isinstance(left, INTEGER) or not isinstance(right, INTEGER):
-            return _compared(holds, left, right)
-        return _at_least(node, right, left, slack) if swap else _at_least(node, left, right, slack)
+        for operands in (_binary, _seen_whole):
+            left, right = (integer(x) for x in operands(pull, node, indices))
+            if isinstance(left, INTEGER) and isinstance(right, INTEGER):
+                return _at_least(node, right, left, slack) if swap else _at_least(node, left, right, slack)
+            if operands is _binary and (number(left) is not None or number(right) is not None):
+                try:
+                    return _compared(holds, left, right)
+                except Unknown:
+                    continue
+        raise Unknown(node)
 
     return compare
+
+
+def _seen_whole(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> list[Any]:
+    """The operands as elements of the tensors that hold them, however those are made."""
+    pull.views_only = True
+    try:
+        return _binary(pull, node, indices)
+    finally:
+        pull.views_only = False
 
 
 def _compared(holds: Callable[[float, float], bool], left: Any, right: Any) -> Any:
@@ -206,7 +249,47 @@ def _eq(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
     left, right = _binary(pull, node, indices)
     if number(right) == 0:
         return negation(as_condition(left))
-    return _compared(operator.eq, left, right)
+    if isinstance(left, FloorDiv) and isinstance(right, FloorDiv):
+        return Equal(left, right)
+    return _elements_of_one(pull, node, indices) or _compared(operator.eq, left, right)
+
+
+def _elements_of_one(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Equal | None:
+    """Two elements of one tensor, however that is made."""
+    left, right = _seen_whole(pull, node, indices)
+    one = isinstance(left, Load) and isinstance(right, Load) and left.node is right.node
+    return Equal(left, right) if one else None
+
+
+def _floor_divide(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+    left, divisor = _binary(pull, node, indices)
+    left, constant = integer(left), number(divisor)
+    floors = op(node) != "div" or node.kwargs.get("rounding_mode") == "floor"
+    if (
+        not isinstance(left, Affine)
+        or not isinstance(divisor, Affine)
+        or constant is None
+        or constant <= 0
+        or not floors
+    ):
+        raise Unknown(node)
+    return FloorDiv(left, int(constant))
+
+
+def _add_batch_dim(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+    """Inside vmap a tensor lacks the dimension that vmap runs over; its index is known by vmap's level."""
+    dim, level = arg(node, 1, "batch_dim"), arg(node, 2, "level")
+    return pull.element(arg(node, 0, "input"), (*indices[:dim], pull.levels[level], *indices[dim:]))
+
+
+def _remove_batch_dim(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+    """Leave vmap: dimension ``dim`` is what ran at ``level``."""
+    level, dim = arg(node, 1, "level"), arg(node, 3, "out_dim")
+    pull.levels[level] = indices[dim]
+    try:
+        return pull.inside(arg(node, 0, "input"), indices[:dim] + indices[dim + 1 :])
+    finally:
+        del pull.levels[level]
 
 
 def _logical(make: Callable[[Any, Any], Any]) -> Callable[..., Any]:
@@ -317,7 +400,8 @@ def _getitem(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
     source, items = arg(node, 0, "input"), arg(node, 1, "other")
     if not isinstance(value(source), Tensor):
         raise Unknown(node)
-    items = list(items) if isinstance(items, tuple) else [items]
+    as_tuple = isinstance(items, tuple) or op(node) == "index"
+    items = list(items) if as_tuple else [items]
     if any(isinstance(i, Node) and isinstance(value(i), Tensor) and value(i).dim() > 0 for i in items):
         return _gather(pull, node, source, items, indices)
     return pull.element(source, _sliced(node, source, items, list(indices)))
@@ -371,7 +455,10 @@ def _gather(pull: Pullback, node: Node, source: Node, items: list[Any], indices:
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "arange": _arange,
-    "getitem": _getitem,
+    **dict.fromkeys(("getitem", "index"), _getitem),
+    "_add_batch_dim": _add_batch_dim,
+    "_remove_batch_dim": _remove_batch_dim,
+    **dict.fromkeys(("floor_divide", "floordiv", "div"), _floor_divide),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
     "unsqueeze": _unsqueeze,
     "transpose": _transpose,

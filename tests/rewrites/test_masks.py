@@ -481,12 +481,9 @@ def test_opaque_bool_and_bias_together():
 
 
 DISJUNCTIONS = {
-    "prefix": lambda: (indices()[1] <= indices()[0]) | (indices()[1] < 4),
     "two_bands": lambda: window(3) | (indices()[1] == 0),
-    "chunks": lambda: (indices()[0] // 4 == indices()[1] // 4) & (indices()[1] <= indices()[0]),
     "every_second": lambda: (indices()[1] <= indices()[0]) & ((indices()[0] - indices()[1]) % 2 == 0),
     "doubled": lambda: indices()[1] * 2 <= indices()[0],
-    "antidiagonal": lambda: indices()[0] + indices()[1] < S,
     "xor": lambda: (indices()[1] <= indices()[0]) ^ (indices()[1] < 3),
 }
 

@@ -1,0 +1,115 @@
+"""Masks whose rows see one run of keys: chunks, documents, blocks that look ahead, prefixes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attnpatch.testing.recording import check_rewrite
+
+B, H, S, D = 2, 2, 12, 16
+
+
+def attend(q, k, v, keep):
+    scores = (q @ k.transpose(-1, -2) * 0.25).masked_fill(~keep, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def check(mask, words, *args, seqlen_q=S, seqlen_k=S):
+    """``mask(q index column, k index row, *args)`` is lifted: fused, right, nothing of seqlen_q x seqlen_k left."""
+
+    def function(q, k, v, *args):
+        rows = torch.arange(q.shape[2])[:, None] + (k.shape[2] - q.shape[2])
+        return attend(q, k, v, mask(rows, torch.arange(k.shape[2])[None, :], *args))
+
+    qkv = (torch.randn(B, H, n, D) for n in (seqlen_q, seqlen_k, seqlen_k))
+    recording = check_rewrite(function, *qkv, *args)
+    assert recording.reasons == []
+    assert recording.masks == [words]
+    if "streamed" not in words:
+        assert recording.square_nodes(seqlen_q, seqlen_k) == []
+
+
+def test_chunks():
+    check(lambda q, k: (k <= q) & (k // 5 == q // 5), "causal, chunk 5")
+
+
+def test_chunks_on_a_longer_cache():
+    check(lambda q, k: (k <= q) & (k // 5 == q // 5), "causal, chunk 5", seqlen_q=4, seqlen_k=11)
+
+
+def test_chunks_counted_from_the_first_real_token():
+    pads = torch.tensor([0, 3])
+    check(
+        lambda q, k, p: (k <= q) & ((k - p[:, None, None, None]) // 5 == (q - p[:, None, None, None]) // 5),
+        "causal, chunk 5",
+        pads,
+    )
+
+
+def test_documents():
+    """Ids that count the restarts of positions never fall."""
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5, 6]])
+
+    def mask(q, k, positions):
+        ids = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+        return (k <= q) & (ids[:, None, :, None] == ids[:, None, None, :])
+
+    check(mask, "causal, documents", positions)
+
+
+def test_ids_that_may_repeat_are_streamed():
+    ids = torch.tensor([[0, 0, 1, 1, 0, 0, 2, 2, 2, 1, 1, 1]])
+    check(lambda q, k, ids: ids[:, None, :, None] == ids[:, None, None, :], "streamed mask [1, 1, 12, 12]", ids)
+
+
+def image_ids(kinds):
+    is_image = kinds == 1
+    start = is_image & ~F.pad(is_image, (1, 0), value=0)[:, :-1]
+    return torch.where(is_image, torch.cumsum(start.int(), dim=1) - 1, -1)
+
+
+KINDS = torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1, 0, 1, 1, 1], [1, 1, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1]])
+
+
+def test_blocks_look_ahead():
+    """Images of a multimodal decoder: causal, and both ways within an image."""
+
+    def mask(q, k, kinds):
+        ids = image_ids(kinds)
+        row, key = ids[:, None, :, None], ids[:, None, None, :]
+        return (k <= q) | ((row == key) & (row >= 0))
+
+    check(mask, "causal or blocks", KINDS)
+
+
+def test_blocks_look_beyond_a_window():
+    def mask(q, k, kinds):
+        ids = image_ids(kinds)
+        row, key = ids[:, None, :, None], ids[:, None, None, :]
+        return ((k <= q) & (k > q - 3)) | ((row == key) & (row >= 0))
+
+    check(mask, "causal or blocks", KINDS)
+
+
+def test_prefix_of_each_sequence():
+    lengths = torch.tensor([4, 7])
+    check(lambda q, k, n: (k <= q) | (k < n[:, None, None, None]), "causal or prefix", lengths)
+
+
+def test_prefix_of_a_fixed_length():
+    check(lambda q, k: (k <= q) | (k < 5), "causal or prefix")
+
+
+def test_two_runs_apart_are_streamed():
+    """A sink of the first tokens beside a window is no single run."""
+    check(lambda q, k: (k <= q) & ((k < 2) | (k > q - 3)), "causal, streamed mask [12, 12]")
+
+
+def test_valid_length_of_each_sequence():
+    lengths = torch.tensor([12, 7])
+    check(lambda q, k, n: (k < n[:, None, None, None]) & (q >= 0), "prefix", lengths)
+
+
+@pytest.mark.parametrize("size", [1, 2, 12, 50])
+def test_chunk_sizes(size):
+    check(lambda q, k: k // size == q // size, f"chunk {size}")
