@@ -308,8 +308,14 @@ def _backward(ctx: Any, grad_o: Tensor, grad_lse: Tensor | None = None) -> tuple
 
 
 def _key_bounds(mask: Tensor) -> Tensor:
+    from attnpatch.kernels.common.support import has_triton
+
     _check_mask(mask)
-    return masking.key_bounds(mask)
+    if not (mask.is_cuda and has_triton()):
+        return masking.key_bounds(mask)
+    from attnpatch.kernels.key_bounds import launch
+
+    return launch.key_bounds(mask)
 
 
 def _key_bounds_fake(mask: Tensor) -> Tensor:

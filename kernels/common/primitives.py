@@ -123,6 +123,12 @@ def natural_scores(qk, sm_scale, softcap):
 
 
 @triton.jit
+def mask_pointers(attn_mask, strides, b, h, rows, keys):
+    """Pointers ``[rows, keys]`` to a mask tile; a key's offset is a constant in the instruction, not a register."""
+    return head_base(attn_mask, strides, b, h) + rows.to(tl.int64)[:, None] * strides[2] + keys[None, :] * strides[3]
+
+
+@triton.jit
 def apply_mask_tile(s, visible, pointers, inside):
     """Add an additive mask tile to ``s``; and with ``visible`` what a bool or additive tile does not exclude.
 

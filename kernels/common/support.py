@@ -22,7 +22,7 @@ def devices() -> tuple[str, ...]:
 
 def refusal(call: AttentionCall, name: str) -> str | None:
     """Why no Triton kernel takes ``call``, whatever its phase; ``name`` is the backend that is asked."""
-    if not _has_triton():
+    if not has_triton():
         return "Triton is not installed (pip install triton)"
     if call.q.dtype not in DTYPES:
         return f"{_short(call.q.dtype)} is not one of {', '.join(map(_short, DTYPES))}"
@@ -42,7 +42,8 @@ def _short(dtype: torch.dtype) -> str:
 
 
 @lru_cache(maxsize=1)
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether Triton is installed; it is not imported."""
     return importlib.util.find_spec("triton") is not None
 
 

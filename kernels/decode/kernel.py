@@ -28,13 +28,13 @@ from attnpatch.kernels.common.primitives import (
     load_padding,
     load_per_head,
     load_rows,
+    mask_pointers,
     natural_lse,
     natural_scores,
     normalised,
     online_softmax,
     products,
     store_rows,
-    tile_pointers,
     with_sink,
 )
 
@@ -134,14 +134,13 @@ def _decode_split_kernel(
             visible = visible & (keys[None, :] >= first_key[:, None]) & (keys[None, :] < stop[:, None])
         if attn_mask is not None:
             exists = (heads < GROUP_SIZE)[:, None] & (keys < hi)[None, :]
-            head = head_base(attn_mask, mask_strides, b, h_kv)
-            pointers = tile_pointers(head, mask_strides, 0, n, BLOCK_H, BLOCK_N)
+            pointers = mask_pointers(attn_mask, mask_strides, b, h_kv, heads, keys)
             s, visible = apply_mask_tile(s, visible & exists, pointers, exists & (plain == 0))
         s = tl.where(visible, s, float("-inf"))
         if (
             key_padding is not None or attn_mask is not None or key_bounds is not None
         ):  # an unwritten slot may hold NaN, and 0 * NaN is NaN
-            live = tl.max(visible.to(tl.int32), axis=0) > 0
+            live = tl.max(s, axis=0) != float("-inf")
             v_tile = tl.where(live[:, None], v_tile, 0.0)
         p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, scale)
         acc = accumulate(acc, alpha, p, v_tile, PRECISION)

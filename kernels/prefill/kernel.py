@@ -23,20 +23,19 @@ from attnpatch.kernels.common.primitives import (
     LOG2E,
     accumulate,
     apply_mask_tile,
-    head_base,
     in_band,
     load_bounds,
     load_offset,
     load_padding,
     load_per_head,
     load_rows,
+    mask_pointers,
     natural_lse,
     natural_scores,
     normalised,
     online_softmax,
     products,
     store_rows,
-    tile_pointers,
     with_sink,
 )
 
@@ -60,6 +59,17 @@ def _extreme_bounds(key_bounds, strides, b, h, rows, seqlen_q):
     """Smallest and largest first key, smallest and largest stop of ``rows``, and whether all of them are plain."""
     first, stop, plain = load_bounds(key_bounds, strides, b, h, rows, seqlen_q)
     return tl.min(first, 0), tl.max(first, 0), tl.min(stop, 0), tl.max(stop, 0), tl.min(plain, 0)
+
+
+@triton.jit
+def _row_stretch(position, bounds, seqlen_k, window_left, window_right):
+    """Keys [start, stop) that band and bounds leave to each row."""
+    start, stop = bounds[0], tl.minimum(bounds[1], seqlen_k)
+    if window_left is not None:
+        start = tl.maximum(start, position - window_left)
+    if window_right is not None:
+        stop = tl.minimum(stop, position + window_right + 1)
+    return start, stop
 
 
 @triton.jit
@@ -175,23 +185,29 @@ def _prefill_kernel(
                 slope = load_per_head(alibi_slopes, slopes_strides, b, h)
                 s -= slope * tl.abs(position - keys[None, :])
             if run != 2:
-                visible = in_band(position, position, keys[None, :], seqlen_k, window_left, window_right)
+                if key_bounds is None:
+                    visible = in_band(position, position, keys[None, :], seqlen_k, window_left, window_right)
+                else:
+                    start, stop = _row_stretch(
+                        rows + offset,
+                        load_bounds(key_bounds, bounds_strides, b, h, rows, seqlen_q),
+                        seqlen_k,
+                        window_left,
+                        window_right,
+                    )
+                    visible = (keys[None, :] >= start[:, None]) & (keys[None, :] < stop[:, None])
                 live = in_band(first, last, keys, seqlen_k, window_left, window_right)  # seen by some row
                 if key_padding is not None:
                     real = load_padding(key_padding, padding_strides, b, keys, (keys < seqlen_k) & (plain == 0))
                     visible = visible & real[None, :]
                     live = live & real
-                if key_bounds is not None:
-                    first_key, stop, _ = load_bounds(key_bounds, bounds_strides, b, h, rows, seqlen_q)
-                    visible = visible & (keys[None, :] >= first_key[:, None]) & (keys[None, :] < stop[:, None])
                 if attn_mask is not None:
                     exists = (rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :]
-                    head = head_base(attn_mask, mask_strides, b, h)
-                    pointers = tile_pointers(head, mask_strides, m, n, BLOCK_M, BLOCK_N)
+                    pointers = mask_pointers(attn_mask, mask_strides, b, h, rows, keys)
                     s, visible = apply_mask_tile(s, visible & exists, pointers, exists & (plain == 0))
-                if attn_mask is not None or key_bounds is not None:
-                    live = live & (tl.max(visible.to(tl.int32), axis=0) > 0)
                 s = tl.where(visible, s, float("-inf"))
+                if attn_mask is not None or key_bounds is not None:
+                    live = tl.max(s, axis=0) != float("-inf")
             p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, LOG2E if run != 2 and HAS_BIAS else scale)
             v_tile = load_rows(v, v_strides, b, h_kv, n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
             if run != 2 and (

@@ -276,7 +276,7 @@ def test_refuses_old_devices(monkeypatch):
 
 
 def test_refuses_without_triton(monkeypatch):
-    monkeypatch.setattr(support, "_has_triton", lambda: False)
+    monkeypatch.setattr(support, "has_triton", lambda: False)
     assert BACKEND.refuses(random_call(seqlen_q=2)) == "Triton is not installed (pip install triton)"
 
 

@@ -1,0 +1,57 @@
+"""Host side of the mask scan."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnpatch.kernels.key_bounds.kernel import _key_bounds_kernel
+from attnpatch.masking import without_repeats
+
+
+class ScanConfig(NamedTuple):
+    """Launch configuration: rows and keys per tile, warps, pipeline stages."""
+
+    BLOCK_R: int
+    BLOCK_K: int
+    num_warps: int
+    num_stages: int
+
+
+MANY_ROWS = ScanConfig(4, 1024, 4, 2)
+"""A prefill's mask: a warp per row."""
+
+FEW_ROWS = ScanConfig(1, 8192, 8, 2)
+"""A decode step's mask: a program per row must read it alone."""
+
+FEW = 512
+
+
+def key_bounds(mask: Tensor, config: ScanConfig | None = None) -> Tensor:
+    """:func:`attnpatch.masking.key_bounds` of a mask of any strides, in one pass over it.
+
+    Args:
+        mask: bool (True = attend) or additive float, ``[b, h, q, k]``.
+        config: tile shapes; default by the number of rows.
+
+    Returns:
+        int32 ``[b, h, q, 3]``.
+    """
+    rows = without_repeats(mask)
+    bounds = torch.empty((*rows.shape[:3], 3), dtype=torch.int32, device=mask.device)
+    num_rows = rows.shape[0] * rows.shape[1] * rows.shape[2]
+    config = config or (FEW_ROWS if num_rows < FEW else MANY_ROWS)
+    if num_rows > 0:
+        with torch.cuda.device_of(mask):
+            _key_bounds_kernel[(-(-num_rows // config.BLOCK_R),)](
+                *(rows, bounds),
+                strides=rows.stride(),
+                num_heads=rows.shape[1],
+                seqlen_q=rows.shape[2],
+                num_rows=num_rows,
+                seqlen_k=rows.shape[3],
+                **config._asdict(),
+            )
+    return bounds.expand(*mask.shape[:3], 3).contiguous()
