@@ -21,45 +21,39 @@ from attnpatch.graph import CASTS, Writes, arg, is_tensor, normal_dim, op, place
 from attnpatch.rewrites.expressions import number
 from attnpatch.rewrites.mask_terms import MaskReader
 from attnpatch.rewrites.operands import RESHAPES, Arrangement, Roles, read, regroups, said
-from attnpatch.rewrites.products import Product, is_product, permutation, read_product
+from attnpatch.rewrites.products import Product, is_product, multiplies, permutation, read_product
 from attnpatch.rewrites.pullback import Pullback
-from attnpatch.rewrites.scores import Fold, ancestors, drops_sink, fold_bias, trace
-from attnpatch.rewrites.softmaxes import Softmax, read_softmax
+from attnpatch.rewrites.scores import Fold, ancestors, drops_sink, fold_bias, same_size, trace
+from attnpatch.rewrites.softmaxes import Softmax, is_softmax, read_softmax
 from attnpatch.rule import Operand, Rule, Site
 
 
 def candidates(graph: Graph) -> Iterator[Node]:
     """Softmaxes between two products of tensors with 3 or more dimensions; routers and poolers are not."""
     for node in graph.nodes:
-        if is_tensor(node) and read_softmax(node) and _product_above(node) and _product_below(node):
+        if is_tensor(node) and is_softmax(node) and _product_above(node) and _product_below(node, node):
             yield node
 
 
 def _product_above(node: Node) -> bool:
-    return any(is_product(x) and _batched(x) for x in ancestors(node))
-
-
-def _batched(product: Node) -> bool:
-    return all(len(shape(x)) >= 3 for x in product.all_input_nodes if is_tensor(x) and x is not product.args[0]) and (
-        op(product) in ("baddbmm", "einsum") or len(shape(arg(product, 0, "input"))) >= 3
-    )
+    return any(multiplies(x) for x in ancestors(node))
 
 
 _CARRIERS = frozenset(
     [
         *(*CASTS, *RESHAPES, "getitem", "narrow", "transpose", "permute", "movedim", "mT", "expand", "cat"),
-        *("dropout", "mul", "mul_", "div", "div_", "add", "add_", "sub", "sub_", "nan_to_num"),
-        *("masked_fill", "masked_fill_", "where", "tril", "triu"),
+        *("dropout", "mul", "div", "add", "sub", "masked_fill", "where", "pad", "as_strided"),
     ]
 )
-"""What may stand between a softmax and its product for the site to be reported, most often as refused."""
+"""What may stand between a softmax and its product, besides what keeps the number of probabilities."""
 
 
-def _product_below(node: Node, depth: int = 8) -> bool:
+def _product_below(node: Node, softmax: Node, depth: int = 8) -> bool:
     for user in node.users:
-        if is_product(user):
+        if multiplies(user):
             return not (op(user) == "baddbmm" and user.args[0] is node)
-        if depth and op(user) in _CARRIERS and _product_below(user, depth - 1):
+        carries = op(user) in _CARRIERS or (is_tensor(user) and same_size(user, softmax))
+        if depth and carries and _product_below(user, softmax, depth - 1):
             return True
     return False
 
@@ -180,7 +174,8 @@ class Walk:
 def match(node: Node, writes: Writes) -> Site:
     """The site around the softmax at ``node``."""
     softmax = read_softmax(node)
-    assert softmax is not None, "candidates only yields softmaxes"
+    if softmax is None:
+        raise Refused(f"{op(node)} is another function than softmax ({place(node)})")
     walk = Walk(softmax, Axes())
     q, k, v = *walk.operands(), walk.value()
     factor, unscaled = _unscaled(k, writes)
@@ -189,6 +184,7 @@ def match(node: Node, writes: Writes) -> Site:
     fold = Fold(MaskReader(walk.axes, plan.layout, plan.seqlens, Pullback(writes, walk.scores[-1])))
     fold.sinks = softmax.denominator
     fold.walk(walk.scores, {n: walk.resolved(n) for n in walk.scores})
+    _check_zeroed(walk, fold)
     _fold_product(fold, walk, factor)
     inside = [*fold.interior, *softmax.interior, softmax.node, *walk.weights, *walk.tail]
     lse = _lse(walk, fold, set(inside), plan.layout, writes)
@@ -268,8 +264,17 @@ def _to_value_product(softmax: Node) -> tuple[list[Node], Node]:
 def _keeps_weights(node: Node) -> bool:
     """Whether ``node`` only casts, copies, views or reorders the probabilities, or drops the sink's column."""
     zeroes_nan = op(node) == "nan_to_num" and arg(node, 1, "nan", 0.0) in (0, 0.0, None)
+    zeroes = op(node) in ("masked_fill", "masked_fill_")  # _check_zeroed says where
     moves = regroups(node) or permutation(node) is not None or op(node) in ("getitem", "narrow")
-    return (op(node) in CASTS and value(node).is_floating_point()) or zeroes_nan or moves
+    return (op(node) in CASTS and value(node).is_floating_point()) or zeroes_nan or zeroes or moves
+
+
+def _check_zeroed(walk: Walk, fold: Fold) -> None:
+    """Probabilities may be zeroed only where a mask hides the scores already: there they are zero."""
+    hidden = {s.node for s in fold.masks.masks if s.kind == "hide"}
+    for node in (n for n in walk.weights if op(n) in ("masked_fill", "masked_fill_")):
+        if fold.constant(arg(node, 2, "value")) != 0.0 or arg(node, 1, "mask") not in hidden:
+            raise Refused(f"{op(node)} changes the attention probabilities ({place(node)})")
 
 
 def _only_reader(node: Node) -> Node:
@@ -281,7 +286,7 @@ def _only_reader(node: Node) -> Node:
 
 
 def _product_below_or_is(node: Node) -> bool:
-    return is_product(node) or _product_below(node)
+    return multiplies(node) or _product_below(node, node)
 
 
 def _reader(node: Node) -> str:

@@ -39,6 +39,14 @@ def is_product(node: Any) -> bool:
     return len(operands) == 2 and all(is_tensor(x) and len(shape(x)) >= 2 for x in operands) and len(shape(node)) >= 3
 
 
+def multiplies(node: Any) -> bool:
+    """Whether ``node`` multiplies tensors that have a batch, so that it may be a product of attention."""
+    if op(node) not in PRODUCTS or not is_tensor(node):
+        return False
+    operands = einsum_operands(node)[1] if op(node) == "einsum" else _factors(node)
+    return sum(is_tensor(x) and len(shape(x)) >= 3 for x in operands) >= 2
+
+
 def read_product(node: Node) -> Product:
     """The product at ``node``.
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from attnpatch.axes import Dims
 from attnpatch.errors import Refused
@@ -279,8 +280,11 @@ STEPS: dict[str, Callable[[Fold, Node], None]] = {
 """What may stand between q k^T and softmax. A new step is one function and one line here."""
 
 
+_PRODUCERS = ("linear", "embedding", "layer_norm", "softmax", "conv1d", "conv2d", *PRODUCTS)
+
+
 def ancestors(node: Node, limit: int = 48) -> Iterator[Node]:
-    """Nodes above ``node``, nearest first, stopping at producers of features (linear, embedding, norms)."""
+    """Nodes above ``node``, nearest first, stopping at producers of features, but not where these mix scores."""
     seen, pending = {node}, list(node.all_input_nodes)
     while pending and len(seen) < limit:
         x = pending.pop(0)
@@ -288,5 +292,13 @@ def ancestors(node: Node, limit: int = 48) -> Iterator[Node]:
             continue
         seen.add(x)
         yield x
-        if op(x) not in ("linear", "embedding", "layer_norm", "softmax", "conv2d", *PRODUCTS):
+        mixes = (
+            is_tensor(x) and same_size(x, node) and any(is_tensor(y) and same_size(y, node) for y in x.all_input_nodes)
+        )
+        if op(x) not in _PRODUCERS or mixes:
             pending.extend(x.all_input_nodes)
+
+
+def same_size(x: Node, y: Node) -> bool:
+    """Whether two tensors hold equally many elements, as far as is known."""
+    return bool(statically_known_true(value(x).numel() == value(y).numel()))

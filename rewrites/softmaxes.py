@@ -1,7 +1,7 @@
 """Softmax in every spelling.
 
 softmax(x, dim)                                torch.softmax, F.softmax, Tensor.softmax
-exp(log_softmax(x, dim))
+exp(log_softmax(x, dim)),  exp(x - logsumexp(x, dim, keepdim=True))
 e = exp(x);  e / e.sum(dim, keepdim=True)      most often of x minus its maximum
 e / (e.sum(dim, keepdim=True) + c)             one more logit, log c, that has no value
 """
@@ -36,6 +36,15 @@ class Softmax(NamedTuple):
     denominator: float | None = None
 
 
+OTHERS = ("gumbel_softmax", "softmin", "sparsemax", "entmax15")
+"""What weighs keys like softmax and is another function."""
+
+
+def is_softmax(node: Node) -> bool:
+    """Whether ``node`` holds probabilities: a softmax, or another function to their end."""
+    return op(node) in OTHERS or read_softmax(node) is not None
+
+
 def read_softmax(node: Node) -> Softmax | None:
     """The softmax whose probabilities ``node`` holds, or None."""
     if op(node) == "softmax":
@@ -43,9 +52,24 @@ def read_softmax(node: Node) -> Softmax | None:
     if op(node) == "exp" and op(arg(node, 0, "input")) == "log_softmax":
         inner = arg(node, 0, "input")
         return _over(node, inner, (inner,), arg(inner, 1, "dim"))
+    if op(node) == "exp" and op(arg(node, 0, "input")) == "sub":
+        return _less_logsumexp(node, arg(node, 0, "input"))
     if op(node) in ("div", "div_"):
         return _written_out(node)
     return None
+
+
+def _less_logsumexp(node: Node, difference: Node) -> Softmax | None:
+    """``exp(x - logsumexp(x, dim, keepdim=True))``."""
+    scores, total = arg(difference, 0, "input"), arg(difference, 1, "other")
+    if op(total) != "logsumexp" or arg(total, 0, "input") is not scores or not arg(total, 2, "keepdim", False):
+        return None
+    found = _over(node, total, (difference, total), _one(arg(total, 1, "dim")))
+    return found if found is not None and isinstance(found.said_dim, int) else None
+
+
+def _one(dim: Any) -> Any:
+    return dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
 
 
 def _over(node: Node, inner: Node, interior: tuple[Node, ...], dim: Any, added: float | None = None) -> Softmax | None:
@@ -65,8 +89,7 @@ def _written_out(node: Node) -> Softmax | None:
         interior.append(total)
     if op(exponential) != "exp" or op(total) != "sum" or arg(total, 0, "input") is not exponential:
         return None
-    dim, keepdim = arg(total, 1, "dim", total.kwargs.get("axis")), arg(total, 2, "keepdim", False)
-    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    dim, keepdim = _one(arg(total, 1, "dim", total.kwargs.get("axis"))), arg(total, 2, "keepdim", False)
     if not keepdim or not isinstance(dim, int) or not isinstance(constant, (int, float)) or constant < 0:
         return None
     return _over(node, exponential, tuple(interior), dim, math.log(constant) if constant else None)

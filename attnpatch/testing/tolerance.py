@@ -25,7 +25,7 @@ def _to_float64(value: Any) -> Any:
     """Floating tensors and float dtypes become float64; everything else passes."""
     if isinstance(value, Tensor) and value.dtype in _FLOATS:
         return value.double()
-    return torch.float64 if value in _FLOATS and isinstance(value, torch.dtype) else value
+    return torch.float64 if isinstance(value, torch.dtype) and value in _FLOATS else value
 
 
 class Float64Mode(TorchFunctionMode):
@@ -44,8 +44,13 @@ def run_float64(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if isinstance(function, nn.Module):
         function = copy.deepcopy(function).double()
     args, kwargs = tree_map(_to_float64, (args, kwargs))
-    with Float64Mode(), torch.no_grad():
-        return function(*args, **kwargs)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # torch.full((), finfo(x.dtype).min) names no dtype
+    try:
+        with Float64Mode(), torch.no_grad():
+            return function(*args, **kwargs)
+    finally:
+        torch.set_default_dtype(default)
 
 
 def max_error(y: Tensor, y64: Tensor, rows: Tensor | None = None) -> float:
