@@ -279,5 +279,6 @@ def _erasable(node: Node) -> bool:
 def _is_private(target: Node) -> bool:
     """Whether written memory is a temporary that nobody else reads (Falcon scales its scores in place)."""
     base = root(target)
-    fresh = ("matmul", "bmm", "baddbmm", "mul", "div", "add", "sub", "tanh", "masked_fill", "where")
+    made = ("full", "ones", "zeros", "empty", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like", "einsum")
+    fresh = ("matmul", "bmm", "baddbmm", "mul", "div", "add", "sub", "tanh", "masked_fill", "where", *made)
     return op(base) in fresh and len(base.users) <= 1

@@ -297,7 +297,7 @@ def _reader(node: Node) -> str:
 
 def _check_dropout(node: Node) -> None:
     p, training = arg(node, 1, "p", 0.5), arg(node, 2, "training", node.kwargs.get("train", True))
-    if p > 0 and training:
+    if training and (isinstance(p, Node) or p > 0):
         raise Refused(f"dropout with p={p} is active in training; fused attention has none")
 
 

@@ -126,6 +126,8 @@ def as_condition(x: Any) -> Any:
         return x
     if isinstance(x, Where):
         then, otherwise = as_condition(x.then), as_condition(x.otherwise)
+        if then == otherwise:
+            return then
         return disjunction(conjunction(x.condition, then), conjunction(negation(x.condition), otherwise))
     constant = number(x)
     if constant is None:
@@ -176,7 +178,7 @@ def survives_cast(x: Any, source: torch.dtype, target: torch.dtype) -> bool:
     if isinstance(x, Where):
         return all(survives_cast(branch, source, target) for branch in (x.then, x.otherwise))
     if isinstance(x, Const):
-        return target.is_floating_point or (x.value.is_integer() and target != torch.uint8)
+        return target.is_floating_point or (x.value.is_integer() and (x.value >= 0 or target != torch.uint8))
     if isinstance(x, (Load, Sum)):
         return torch.promote_types(source, target) == target
     return True

@@ -2,7 +2,7 @@
 
 x[:, :, None].expand(B, H, n, S, D).reshape(B, H * n, S, D)    Hugging Face's repeat_kv
 repeat_interleave(x, n, dim=1)
-x.repeat(1, n, 1, 1), cat([x] * n, dim=1)                      heads in another order: h % num_kv_heads
+x.repeat(1, n, 1, 1), cat([x] * n, dim=1), stack([x] * n, 1)   heads in another order: h % num_kv_heads
 x.expand(B, n, S, D) of one head                               multi-query attention
 
 A spelling says which axis its source lacks; views and permutations around it are undone elsewhere.
@@ -51,6 +51,17 @@ def _cat_of_itself(node: Node, dims: Dims, axes: Axes) -> Operand | None:
     return _without_outer(parts[0], dims, axes, normal_dim(node, arg(node, 1, "dim", 0)), len(parts))
 
 
+def _stack_of_itself(node: Node, dims: Dims, axes: Axes) -> Operand | None:
+    """A new dimension along which all is the same."""
+    if op(node) != "stack":
+        return None
+    parts = list(arg(node, 0, "tensors"))
+    at = normal_dim(node, arg(node, 1, "dim", 0))
+    if any(part is not parts[0] for part in parts):
+        return None
+    return Operand(parts[0], (*dims[:at], *dims[at + 1 :]))
+
+
 def _without_outer(source: Node, dims: Dims, axes: Axes, at: int, count: int) -> Operand | None:
     size = shape(source)[at]
     if not isinstance(size, int):
@@ -88,6 +99,7 @@ REPEATS: tuple[Callable[[Node, Dims, Axes], Operand | None], ...] = (
     _expand,
     _repeat,
     _cat_of_itself,
+    _stack_of_itself,
     _repeat_interleave,
 )
 """A new spelling is one function and one entry here."""

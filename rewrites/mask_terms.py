@@ -53,6 +53,7 @@ class MaskReader:
         self.left: list[Affine] = []  # k >= q - bound
         self.paddings: list[tuple[Node, Affine]] = []
         self.intervals: list[Interval] = []
+        self.conditions: list[Any] = []
         self.streamed: list[Streamed] = []
 
     def element(self, x: Any, dims: Dims) -> Any:
@@ -107,6 +108,11 @@ class MaskReader:
             raise Refused(f"the sinks are not one logit per head ({place(x)})")
         return element.node
 
+    def is_one_where_visible(self, x: Node, dims: Dims) -> bool:
+        """Whether ``x`` is 1 wherever the masks read so far let a key be seen."""
+        element = self.element(x, dims)
+        return isinstance(element, Where) and number(element.then) == 1.0 and element.condition in self.conditions
+
     def add(self, mask: Node, kind: str, factor: float, dims: Dims) -> None:
         """Read one mask of scores of the given dims: "additive" (times ``factor``), or bool: "keep" or "hide"."""
         self.masks.append(Streamed(self._arranged(mask, dims, self.layout.scores), kind, factor))
@@ -119,6 +125,7 @@ class MaskReader:
             conditions = [Unknown]
         if kind == "hide":
             conditions = [Not(c) for c in conditions]
+        self.conditions += conditions
         understood = [self._constrain(c) for c in conditions]  # all of them: what is a term still skips blocks
         if not all(understood):
             self.streamed.append(self.masks[-1])

@@ -74,7 +74,7 @@ class Pullback:
             return scalar
         if not isinstance(value(x), Tensor):
             raise Unknown(x)
-        operation = OPERATIONS.get(op(x))
+        operation = OPERATIONS.get(op(x)) or OPERATIONS.get(op(x).removesuffix("_"))  # x.triu_() of what x was
         if self.views_only and op(x) not in (*VIEWS, "index"):
             operation = None
         if operation is None or self.writes.between(x, x, self.now):  # written: its operation is not what it holds
@@ -165,7 +165,18 @@ def _sub(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
         return leafwise(right, lambda x: minuend - x)
     if subtrahend is not None:
         return leafwise(left, lambda x: x - subtrahend)
-    raise Unknown(node)
+    return _difference_of_few(left, right)
+
+
+def _difference_of_few(left: Any, right: Any) -> Any:
+    """``left - right`` of values that are one of few constants each: the difference of two triangles is a band."""
+    if isinstance(left, Where):
+        then, otherwise = (_difference_of_few(x, right) for x in (left.then, left.otherwise))
+        return Where(left.condition, then, otherwise)
+    constant = number(left)
+    if constant is None:
+        raise Unknown(left)
+    return leafwise(right, lambda x: constant - x)
 
 
 def _mul(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
@@ -484,6 +495,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("zeros", "new_zeros", "zeros_like"), _filled(lambda n: 0)),
     **dict.fromkeys(("full", "full_like"), _filled(lambda n: arg(n, 1, "fill_value"))),
     "new_full": _filled(lambda n: arg(n, 2, "fill_value")),
+    "fill": _filled(lambda n: arg(n, 1, "value")),
     **dict.fromkeys(("tensor", "scalar_tensor"), _filled(lambda n: n.args[0])),
     **dict.fromkeys((*CASTS, "bool", "int", "long"), _cast),
 }

@@ -134,6 +134,8 @@ def _scale(fold: Fold, node: Node) -> None:
     constant = fold.constant(other)
     if constant is not None and constant > 0:
         fold.factor = fold.factor / constant if divides else fold.factor * constant
+    elif not divides and is_tensor(other) and fold.masks.is_one_where_visible(other, fold.dims):
+        return  # GPT-1: scores * b - 1e9 * (1 - b)
     elif constant is None and (is_scalar(other) or (is_tensor(other) and not fold.along_keys(other))):
         fold.scales.append((fold.masks.for_rows(other, fold.dims), "div" if divides else "mul"))
     else:
@@ -238,10 +240,10 @@ def _at_least(fold: Fold, node: Node) -> None:
 
 def _cat(fold: Fold, node: Node) -> None:
     """One more logit per head, as a column of its own."""
-    path = _path_operand(node)
-    others = [x for x in arg(node, 0, "tensors") if x is not path]
+    path, tensors = _path_operand(node), arg(node, 0, "tensors")
+    others = [x for x in tensors if x is not path]
     on_keys = normal_dim(node, arg(node, 1, "dim", 0)) == fold.key_dim
-    if len(others) != 1 or not on_keys or not _is_one(shape(others[0])[fold.key_dim]):
+    if len(others) != 1 or tensors[0] is not path or not on_keys or not _is_one(shape(others[0])[fold.key_dim]):
         raise Refused(f"the scores are concatenated with others at {place(node)}")
     if fold.sinks is not None or fold.softcap is not None or fold.factor != 1.0 or fold.scales:
         raise Refused(f"the sinks that join the scores at {place(node)} are scaled")

@@ -42,7 +42,15 @@ OTHERS = ("gumbel_softmax", "softmin", "sparsemax", "entmax15")
 
 def is_softmax(node: Node) -> bool:
     """Whether ``node`` holds probabilities: a softmax, or another function to their end."""
-    return op(node) in OTHERS or read_softmax(node) is not None
+    return op(node) in OTHERS or read_softmax(node) is not None or _is_unfinished(node)
+
+
+def _is_unfinished(node: Node) -> bool:
+    """Exponentials that are summed, and divided by something else than their sum, or only after the product."""
+    if op(node) == "div" and op(arg(node, 0, "input")) == "exp":
+        return any(op(x) == "sum" for x in arg(node, 0, "input").users)
+    readers = {op(x) for x in node.users} if op(node) == "exp" else set()
+    return "sum" in readers and not readers & {"div", "div_"}
 
 
 def read_softmax(node: Node) -> Softmax | None:
