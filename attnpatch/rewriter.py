@@ -14,6 +14,7 @@ from attnpatch.edges import tensor_nodes
 from attnpatch.emitter import Emitter
 from attnpatch.errors import Refused
 from attnpatch.graph import Writes, follow_writes, module_path, place, value
+from attnpatch.inlining import inline_calls
 from attnpatch.rule import Rule, Site
 
 
@@ -45,6 +46,7 @@ def rewrite_graph(graph: Graph, backends: str = "") -> list[SiteRecord]:
     for nested in _nested_graphs(graph):
         records += rewrite_graph(nested.graph, backends)
         nested.recompile()
+    inline_calls(graph)
     follow_writes(graph)
     emitter = Emitter(graph, backends)
     order = {node: i for i, node in enumerate(graph.nodes)}

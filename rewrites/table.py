@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnpatch.rewrites import eager_attention, sdpa_call
+from attnpatch.rewrites import eager_attention, packed_call, sdpa_call
 from attnpatch.rule import Rule
 
-RULES: tuple[Rule, ...] = (eager_attention.RULE, sdpa_call.RULE)
+RULES: tuple[Rule, ...] = (eager_attention.RULE, sdpa_call.RULE, packed_call.RULE)
