@@ -43,6 +43,10 @@ def with_context():
     return torch.randn(B, S, E), torch.randn(B, CONTEXT, E)
 
 
+def image():
+    return (torch.randn(B, E, 3, 4),)
+
+
 def split(x, heads=H):
     return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
@@ -100,6 +104,101 @@ class VitPytorch(Block):
         return torch.matmul(self.attend_softmax(dots), v)
 
 
+class Einsum(Block):
+    def attend(self, q, k, v):
+        dots = torch.einsum("b h i d, b h j d -> b h i j", q, k) * D**-0.5
+        return torch.einsum("b h i j, b h j d -> b h i d", dots.softmax(dim=-1), v)
+
+
+class EinsumEllipsis(Block):
+    def attend(self, q, k, v):
+        attn = torch.einsum("...id,...jd->...ij", q * D**-0.5, k).softmax(-1)
+        return torch.einsum("...ij,...jd->...id", attn, v)
+
+
+class EinsumOverTokensThenHeads(Block):
+    """[B, S, H, D] all the way: JAX ports, Perceiver, MaskFormer."""
+
+    def forward(self, x):
+        q, k, v = (t.view(B, -1, H, D) for t in self.project(x))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(D)
+        o = torch.einsum("bhqk,bkhd->bqhd", torch.softmax(scores, dim=-1), v)
+        return self.to_out(o.reshape(x.shape))
+
+
+class EinsumScaledOperand(Block):
+    """Scores by einsum, output by matmul."""
+
+    def attend(self, q, k, v):
+        return F.softmax(torch.einsum("nhld,nhsd->nhls", q, k / D**0.5), dim=3) @ v
+
+
+class EinsumHeadsInBatch(Block):
+    """Stable Diffusion's first CrossAttention."""
+
+    def forward(self, x, context):
+        q, k, v = (split(t).reshape(B * H, -1, D) for t in self.project(x, context))
+        sim = torch.einsum("b i d, b j d -> b i j", q, k) * D**-0.5
+        out = torch.einsum("b i j, b j d -> b i d", sim.softmax(dim=-1), v)
+        return self.to_out(merge(out.reshape(B, H, -1, D)))
+
+
+class BaddbmmOfNothing(Block):
+    """diffusers: beta=0 and an empty tensor, for the scale inside the product."""
+
+    def forward(self, x, context):
+        q, k, v = (split(t).reshape(B * H, -1, D) for t in self.project(x, context))
+        nothing = torch.empty(q.shape[0], q.shape[1], k.shape[1], dtype=q.dtype, device=q.device)
+        scores = torch.baddbmm(nothing, q, k.transpose(-1, -2), beta=0, alpha=D**-0.5)
+        return self.to_out(merge(torch.bmm(scores.softmax(dim=-1), v).view(B, H, -1, D)))
+
+
+class GuidedDiffusion(nn.Module):
+    """Channels before tokens, the scale on both operands, softmax in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Conv1d(E, 3 * E, 1)
+
+    def forward(self, x):
+        qkv = self.qkv(x.flatten(2))
+        bs, width, length = qkv.shape
+        ch = width // (3 * H)
+        q, k, v = qkv.reshape(bs * H, ch * 3, length).split(ch, dim=1)
+        scale = 1 / math.sqrt(math.sqrt(ch))
+        weight = torch.einsum("bct,bcs->bts", q * scale, k * scale)
+        weight = torch.softmax(weight.float(), dim=-1).type(weight.dtype)
+        return torch.einsum("bts,bcs->bct", weight, v).reshape(bs, -1, length)
+
+
+class DenoisingDiffusion(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.to_qkv, self.to_out = nn.Conv2d(E, 3 * E, 1, bias=False), nn.Conv2d(E, E, 1)
+
+    def forward(self, x):
+        b, c, h, w = x.shape
+        q, k, v = (t.view(b, H, D, h * w) for t in self.to_qkv(x).chunk(3, dim=1))
+        sim = torch.einsum("b h d i, b h d j -> b h i j", q * D**-0.5, k)
+        out = torch.einsum("b h i j, b h d j -> b h i d", sim.softmax(dim=-1), v)
+        return self.to_out(out.permute(0, 1, 3, 2).reshape(b, c, h, w))
+
+
+class ValuesOnTheLeft(nn.Module):
+    """The latent diffusion AttnBlock, SAGAN, non-local blocks: out = v @ p^T."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Conv2d(E, E, 1) for _ in range(3))
+
+    def forward(self, x):
+        b, c, h, w = x.shape
+        q = self.q(x).reshape(b, c, h * w).permute(0, 2, 1)
+        k, v = self.k(x).reshape(b, c, h * w), self.v(x).reshape(b, c, h * w)
+        w_ = torch.nn.functional.softmax(torch.bmm(q, k) * (int(c) ** (-0.5)), dim=2)
+        return x + torch.bmm(v, w_.permute(0, 2, 1)).reshape(b, c, h, w)
+
+
 class SetTransformer(Block):
     """Heads stacked along the batch by cat of splits."""
 
@@ -153,6 +252,68 @@ class HeadByHead(nn.Module):
         return torch.cat([head(x) for head in self.heads], dim=-1)
 
 
+class AlphaFoldRows(Block):
+    """[batch, sequences, heads, residues, head_dim] with a pair bias shared by the sequences."""
+
+    def forward(self, x, pair):
+        q, k, v = (t.view(*t.shape[:3], H, D).transpose(-2, -3) for t in self.project(x))
+        a = torch.matmul(q * D**-0.5, k.transpose(-1, -2))
+        a += pair
+        return self.to_out(torch.matmul(a.softmax(-1), v).transpose(-2, -3).reshape(x.shape))
+
+
+class Whisper(Block):
+    """The scale's root on q and on k; the scores are handed out and dropped by the caller."""
+
+    def qkv_attention(self, q, k, v):
+        scale = D**-0.25
+        q = q.view(*q.shape[:2], H, -1).permute(0, 2, 1, 3) * scale
+        k = k.view(*k.shape[:2], H, -1).permute(0, 2, 3, 1) * scale
+        qk = (q @ k).float()
+        w = F.softmax(qk, dim=-1).to(q.dtype)
+        o = w @ v.view(*v.shape[:2], H, -1).permute(0, 2, 1, 3)
+        return o.permute(0, 2, 1, 3).flatten(start_dim=2), qk.detach()
+
+    def forward(self, x):
+        return self.to_out(self.qkv_attention(*self.project(x))[0])
+
+
+class KeysInTheMiddle(Block):
+    """Transformer-XL's scores [query, key, batch, head]: the softmax is over dim 1."""
+
+    def forward(self, x):
+        q, k, v = (t.transpose(0, 1).reshape(S, B, H, D) for t in self.project(x))
+        scores = torch.einsum("ibnd,jbnd->ijbn", q, k).mul_(D**-0.5)
+        hidden = torch.ones(S, S, dtype=torch.bool).triu(1)
+        p = F.softmax(scores.masked_fill(hidden[:, :, None, None], -float("inf")), dim=1)
+        return self.to_out(torch.einsum("ijbn,jbnd->ibnd", p, v).reshape(S, B, E)).transpose(0, 1)
+
+
+class LatentAttention(Block):
+    """DeepSeek's absorbed form: one latent per token for all heads, and a second product for the positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.to_latent, self.q_pe, self.k_pe = nn.Linear(E, D), nn.Linear(E, H * 4), nn.Linear(E, 4)
+
+    def forward(self, x):
+        q, latent = self.to_q(x).view(B, S, H, D), self.to_latent(x)
+        content = torch.einsum("bshc,btc->bsht", q, latent)
+        position = torch.einsum("bshr,btr->bsht", self.q_pe(x).view(B, S, H, 4), self.k_pe(x))
+        p = ((content + position) * (D + 4) ** -0.5).softmax(-1)
+        return self.to_out(torch.einsum("bsht,btc->bshc", p, latent).flatten(2))
+
+
+class BaddbmmOfZeros(Block):
+    """GPT-NeoX."""
+
+    def attend(self, q, k, v):
+        q, k = q.reshape(B * H, S, D), k.reshape(B * H, S, D)
+        scores = torch.zeros(B * H, S, S, dtype=q.dtype)
+        scores = torch.baddbmm(scores, q, k.transpose(1, 2), beta=1.0, alpha=D**-0.5).view(B, H, S, S)
+        return torch.matmul(nn.functional.softmax(scores, dim=-1).to(v.dtype), v)
+
+
 class SlicedOverHeads(Block):
     """Stable Diffusion for small GPUs: one slice at a time, written into the output."""
 
@@ -197,10 +358,24 @@ class Autocast(Block):
 STYLES = {
     "timm_vit": Style(TimmViT, tokens),
     "vit_pytorch": Style(VitPytorch, tokens),
+    "einsum": Style(Einsum, tokens),
+    "einsum_ellipsis": Style(EinsumEllipsis, tokens),
+    "einsum_tokens_then_heads": Style(EinsumOverTokensThenHeads, tokens),
+    "einsum_scaled_operand": Style(EinsumScaledOperand, tokens),
+    "einsum_heads_in_batch": Style(EinsumHeadsInBatch, with_context, kv_heads=None),
+    "baddbmm_of_nothing": Style(BaddbmmOfNothing, with_context, kv_heads=None),
+    "guided_diffusion": Style(GuidedDiffusion, image, kv_heads=None),
+    "denoising_diffusion": Style(DenoisingDiffusion, image),
+    "values_on_the_left": Style(ValuesOnTheLeft, image, kv_heads=1),
     "set_transformer": Style(SetTransformer, with_context, kv_heads=None),
     "learned_query": Style(LearnedQuery, tokens),
     "luong_dot": Style(LuongDot, lambda: (torch.randn(B, E), torch.randn(B, S, E)), kv_heads=1),
     "head_by_head": Style(HeadByHead, tokens, "streamed mask [10, 10]", kv_heads=1, sites=H),
+    "alphafold_rows": Style(AlphaFoldRows, lambda: (torch.randn(B, 3, S, E), torch.randn(B, 1, H, S, S)), None, None),
+    "whisper": Style(Whisper, tokens),
+    "keys_in_the_middle": Style(KeysInTheMiddle, tokens, "causal"),
+    "latent_attention": Style(LatentAttention, tokens, None, None),
+    "baddbmm_of_zeros": Style(BaddbmmOfZeros, tokens, kv_heads=None),
     "sliced_over_heads": Style(SlicedOverHeads, tokens, kv_heads=2, sites=2),
     "torch_docs": Style(TorchDocs, tokens, None, KV),
     "autocast": Style(Autocast, tokens),

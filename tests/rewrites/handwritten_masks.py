@@ -14,7 +14,7 @@ WINDOW = 4
 def holes(length=S):
     """Bool [B, length]: padding on the right and in between; the first key is real, and every causal row has one."""
     keep = torch.rand(B, length) > 0.3
-    keep[:, 0], keep[0, -2:] = True, False
+    keep[0, -2:], keep[:, 0] = False, True
     return keep
 
 
@@ -65,6 +65,23 @@ class TrilIsZero(Block):
         return scaled(q, k).masked_fill(mask == 0, -torch.inf).softmax(-1) @ v
 
 
+class OnesLike(Block):
+    """The scores give the mask its shape, no more."""
+
+    def attend(self, q, k, v):
+        scores = scaled(q, k)
+        hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v
+
+
+class InPlace(Block):
+    def attend(self, q, k, v):
+        scores = q @ k.transpose(-1, -2)
+        scores.mul_(D**-0.5)
+        scores.masked_fill_(torch.arange(S)[None, :] > torch.arange(S)[:, None], -torch.inf)
+        return scores.softmax(dim=-1) @ v
+
+
 class MaskedBlock(Block):
     """A second input: which tokens are real."""
 
@@ -86,11 +103,106 @@ class BertMin(MaskedBlock):
         return (scaled(q, k) + mask).softmax(dim=-1) @ v
 
 
+class DistilBert(MaskedBlock):
+    def attend(self, q, k, v, keep):
+        scores = torch.matmul(q / math.sqrt(D), k.transpose(2, 3))
+        mask = (keep == 0).view(B, 1, 1, S).expand_as(scores)
+        scores = scores.masked_fill(mask, torch.tensor(torch.finfo(scores.dtype).min))
+        return torch.matmul(nn.functional.softmax(scores, dim=-1), v)
+
+
+class EspNet(MaskedBlock):
+    """Filled before the softmax and again after it."""
+
+    def attend(self, q, k, v, keep):
+        mask = keep.unsqueeze(1).unsqueeze(2).eq(0)
+        scores = scaled(q, k).masked_fill(mask, torch.finfo(q.dtype).min)
+        return torch.matmul(torch.softmax(scores, dim=-1).masked_fill(mask, 0.0), v)
+
+
+class NanToNum(MaskedBlock):
+    def attend(self, q, k, v, keep):
+        p = scaled(q, k).masked_fill(~keep[:, None, None], -torch.inf).softmax(-1)
+        return torch.nan_to_num(p) @ v
+
+
+class FairSeq(nn.Module):
+    """[S, B, E], heads in the batch, the padding filled on a 4-D view."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(E, E) for _ in range(4))
+
+    def forward(self, x, keep):
+        query = x.transpose(0, 1)
+        tgt, bsz, _ = query.size()
+        q = self.q_proj(query) * D**-0.5
+        q, k, v = (
+            t.contiguous().view(-1, bsz * H, D).transpose(0, 1) for t in (q, self.k_proj(query), self.v_proj(query))
+        )
+        weights = torch.bmm(q, k.transpose(1, 2))
+        weights = weights.view(bsz, H, tgt, tgt)
+        weights = weights.masked_fill((~keep).unsqueeze(1).unsqueeze(2).to(torch.bool), float("-inf"))
+        weights = weights.view(bsz * H, tgt, tgt)
+        probs = F.softmax(weights, dim=-1, dtype=torch.float32).type_as(weights)
+        attn = torch.bmm(probs, v)
+        return self.out_proj(attn.transpose(0, 1).contiguous().view(tgt, bsz, E))
+
+
+class Opt(MaskedBlock):
+    """Heads in the batch, a 4-D additive mask, and a floor under the sum."""
+
+    def attend(self, q, k, v, keep):
+        future = torch.triu(torch.ones(S, S, dtype=torch.bool), 1)
+        hidden = future[None, None] | ~keep[:, None, None, :]
+        mask = torch.zeros(B, 1, S, S).masked_fill(hidden, torch.finfo(q.dtype).min)
+        q, k, v = (t.reshape(B * H, -1, D) for t in (q * D**-0.5, k, v))
+        w = torch.bmm(q, k.transpose(1, 2)).view(B, H, S, S) + mask
+        w = torch.max(w, torch.tensor(torch.finfo(w.dtype).min))
+        w = w.view(B * H, S, S).softmax(dim=-1)
+        return torch.bmm(w, v).view(B, H, S, D)
+
+
+class BaddbmmWithMask(Block):
+    """diffusers: the mask as baddbmm's input."""
+
+    def attend(self, q, k, v, mask):
+        q, k, v = (t.reshape(B * H, -1, D) for t in (q, k, v))
+        scores = torch.baddbmm(mask, q, k.transpose(-1, -2), beta=1, alpha=D**-0.5)
+        return torch.bmm(scores.softmax(dim=-1), v).view(B, H, -1, D)
+
+    def forward(self, x, mask):
+        return merge(self.attend(*map(split, self.project(x)), mask))
+
+
+class CrossAttention(Block):
+    """Stable Diffusion with a key mask, heads in the batch, the mask repeated for them."""
+
+    def forward(self, x, context, keep):
+        q, k, v = (split(t).reshape(B * H, -1, D) for t in self.project(x, context))
+        sim = torch.einsum("b i d, b j d -> b i j", q, k) * D**-0.5
+        mask = keep[:, None].repeat_interleave(H, dim=0)
+        sim.masked_fill_(~mask, -torch.finfo(sim.dtype).max)
+        out = torch.einsum("b i j, b j d -> b i d", sim.softmax(dim=-1), v)
+        return self.to_out(merge(out.reshape(B, H, -1, D)))
+
+
 class CrossAttention4D(Block):
     def forward(self, x, context, keep):
         q, k, v = map(split, self.project(x, context))
         scores = scaled(q, k) + torch.where(keep[:, None, None, :], 0.0, torch.finfo(torch.float32).min)
         return self.to_out(merge(scores.softmax(-1) @ v))
+
+
+class TwoFills(MaskedBlock):
+    """One fill for the keys, one for the future."""
+
+    def attend(self, q, k, v, keep):
+        scores = torch.einsum("bhid,bhjd->bhij", q * D**-0.5, k)
+        scores = scores.masked_fill(~keep[:, None, None, :], -1e9)
+        i = torch.arange(S)
+        scores = scores.masked_fill(i[:, None] < i[None, :], -1e9)
+        return torch.einsum("bhij,bhjd->bhid", scores.softmax(-1), v)
 
 
 class BoolTimesConstant(MaskedBlock):
@@ -142,7 +254,7 @@ def context_and_keep():
 
 
 def document_ids():
-    return torch.randn(B, S, E), torch.tensor([[0] * 4 + [1] * 6, [0] * 2 + [1] * 5 + [2] * 3])
+    return torch.randn(B, S, E), torch.arange(B * S).view(B, S) // 4
 
 
 STYLES = {
@@ -150,10 +262,22 @@ STYLES = {
     "gpt2": Style(GPT2, tokens, "streamed mask [1, 1, 10, 10]"),
     "triu_of_inf": Style(TriuOfInf, tokens, "causal"),
     "tril_is_zero": Style(TrilIsZero, tokens, "causal"),
+    "ones_like": Style(OnesLike, tokens, "causal"),
+    "in_place": Style(InPlace, tokens, "causal"),
     "bert": Style(Bert, tokens_and_keep, "streamed bias [2, 1, 1, 10]"),
     "bert_min": Style(BertMin, tokens_and_keep, "padding"),
+    "distilbert": Style(DistilBert, tokens_and_keep, "padding"),
+    "espnet": Style(EspNet, tokens_and_keep, "padding"),
+    "nan_to_num": Style(NanToNum, tokens_and_keep, "padding"),
     "bool_times_constant": Style(BoolTimesConstant, tokens_and_keep, "padding"),
+    "fairseq": Style(FairSeq, tokens_and_keep, "padding"),
+    "opt": Style(Opt, tokens_and_keep, "causal, padding"),
+    "baddbmm_with_mask": Style(
+        BaddbmmWithMask, lambda: (torch.randn(B, S, E), torch.randn(B * H, S, S)), None, kv_heads=None
+    ),
+    "cross_attention": Style(CrossAttention, context_and_keep, None, kv_heads=None),
     "cross_attention_4d": Style(CrossAttention4D, context_and_keep, "padding"),
+    "two_fills": Style(TwoFills, tokens_and_keep, "causal, padding"),
     "prefix_lm": Style(PrefixLM, tokens, None),
     "documents": Style(Documents, document_ids, None),
     "triu_of_tril": Style(TriuOfTril, tokens, "window 2 left, 2 right"),

@@ -28,9 +28,21 @@ def causal():
     return torch.ones(S, S, dtype=torch.bool).tril()
 
 
-@refused("einsum")
+@refused("sums over another dimension")
 def talking_heads_after_softmax(q, k, v):
     return torch.einsum("bhij,hg->bgij", scaled(q, k).softmax(-1), MIX) @ v
+
+
+@refused("conv2d")
+def talking_heads_by_convolution(q, k, v):
+    """DeepViT, CaiT: a 1x1 convolution over the heads."""
+    return F.conv2d(scaled(q, k), MIX[:, :, None, None]).softmax(-1) @ v
+
+
+@refused("linear")
+def talking_heads_by_linear(q, k, v):
+    scores = F.linear(scaled(q, k).permute(0, 2, 3, 1), MIX).permute(0, 3, 1, 2)
+    return scores.softmax(-1) @ v
 
 
 @refused("probabilities are also read by add")
@@ -58,11 +70,6 @@ def renormalised_after_masking(q, k, v):
     return (p / (p.sum(-1, keepdim=True) + 1e-3)) @ v
 
 
-@refused("masked_fill reads the attention probabilities")
-def masked_after_softmax(q, k, v):
-    return scaled(q, k).softmax(-1).masked_fill(~causal(), 0.0) @ v
-
-
 @refused("add reads the attention probabilities")
 def mask_added_after_softmax(q, k, v):
     return (scaled(q, k).softmax(-1) + causal().float()) @ v
@@ -88,55 +95,72 @@ def thresholded_scores(q, k, v):
     return torch.where(scores > 0, scores, -torch.inf).softmax(-1) @ v
 
 
-@refused("clamp between q k^T and softmax")
+@refused("threshold reads the attention probabilities")
+def thresholded_probabilities(q, k, v):
+    return F.threshold(scaled(q, k).softmax(-1), 0.1, 0.0) @ v
+
+
+@refused("changes scores of visible keys")
 def clamped_scores(q, k, v):
     return scaled(q, k).clamp(-1.0, 1.0).softmax(-1) @ v
 
 
-@refused("clamp between q k^T and softmax")
+@refused("changes scores of visible keys")
 def clamped_above(q, k, v):
     return scaled(q, k).clamp(max=1.0).softmax(-1) @ v
 
 
-@refused("max between q k^T and softmax")
+@refused("changes scores of visible keys")
 def clamped_at_a_bias(q, k, v):
     """A floor that is no excluding constant changes scores."""
     return torch.max(scaled(q, k), torch.tensor(-0.5)).softmax(-1) @ v
 
 
-@refused("view")
+@refused("softmax")
+def softmax_twice(q, k, v):
+    return scaled(q, k).softmax(-1).softmax(-1) @ v
+
+
+@refused("softmax is over dim -1")
 def softmax_over_scores_of_all_rows(q, k, v):
     """One softmax over every pair of a head."""
     return scaled(q, k).view(B, H, S * S).softmax(-1).view(B, H, S, S) @ v
 
 
-@refused("view")
+@refused("not over the keys")
 def softmax_over_heads_and_keys(q, k, v):
     scores = scaled(q, k).transpose(1, 2).reshape(B, S, H * S)
     return scores.softmax(-1).view(B, S, H, S).transpose(1, 2) @ v
 
 
-@refused("transpose reads the attention probabilities")
+@refused("sums over another dimension")
 def probabilities_transposed(q, k, v):
     return scaled(q, k).softmax(-1).transpose(-1, -2) @ v
 
 
-@refused("einsum")
+@refused("sums over another dimension")
 def probabilities_transposed_by_einsum(q, k, v):
     return torch.einsum("bhij,bhid->bhjd", scaled(q, k).softmax(-1), v)
 
 
-@refused("einsum")
+@refused("sums over another dimension")
 def summed_over_heads_by_einsum(q, k, v):
     return torch.einsum("bhij,bhjd->bid", scaled(q, k).softmax(-1), v)
 
 
-@refused("q k^T and softmax")
+@refused("sums over another dimension")
 def scores_summed_over_heads_by_einsum(q, k, v):
     return torch.einsum("bhid,bhjd->bij", q, k)[:, None].softmax(-1) @ v
 
 
 @refused("einsum")
+def weighted_heads_by_einsum(q, k, v):
+    """A third operand inside the product."""
+    weights = torch.arange(1.0, H + 1)
+    return torch.einsum("bhid,bhjd,h->bhij", q, k, weights).softmax(-1) @ v
+
+
+@refused("sums an operand on its own")
 def scores_without_contraction(q, k, v):
     """The head_dim of q and of k are summed apart: no product of rows and keys."""
     return torch.einsum("bhid,bhjc->bhij", q, k).softmax(-1) @ v
@@ -148,7 +172,7 @@ def scores_symmetrised(q, k, v):
     return (scores + scores.transpose(-1, -2)).softmax(-1) @ v
 
 
-@refused("reshape between q k^T and softmax")
+@refused("no operand that comes from q k^T")
 def scores_shifted(q, k, v):
     """Transformer-XL's rel_shift on the scores themselves."""
     padded = F.pad(scaled(q, k), (1, 0)).view(B, H, S + 1, S)
@@ -160,7 +184,7 @@ def scores_rolled(q, k, v):
     return scaled(q, k).roll(1, dims=-1).softmax(-1) @ v
 
 
-@refused("reshape between q k^T and softmax")
+@refused("a view cuts the scores across rows and keys")
 def scores_regrouped(q, k, v):
     """A view that mixes heads and rows."""
     return scaled(q, k).transpose(1, 2).reshape(B, H, S, S).softmax(-1) @ v
@@ -178,16 +202,26 @@ def scores_gathered(q, k, v):
     return torch.gather(scaled(q, k), -1, index).softmax(-1) @ v
 
 
-@refused("div at")
+@refused("scores are also read by mean")
 def scores_standardised(q, k, v):
     scores = scaled(q, k)
     return ((scores - scores.mean(-1, keepdim=True)) / scores.std(-1, keepdim=True)).softmax(-1) @ v
 
 
-@refused("multiplied by a tensor of shape [2, 4, 10, 1]")
+@refused("scores are also read by abs")
 def scores_of_their_size(q, k, v):
     scores = scaled(q, k)
     return (scores / scores.abs().amax(-1, keepdim=True)).softmax(-1) @ v
+
+
+@refused("layer_norm")
+def scores_normalised(q, k, v):
+    return F.layer_norm(scaled(q, k), (S,)).softmax(-1) @ v
+
+
+@refused("gumbel_softmax")
+def gumbel_softmax(q, k, v):
+    return F.gumbel_softmax(scaled(q, k), dim=-1, hard=True) @ v
 
 
 @refused("multiplied by a tensor of shape [10, 10]")
@@ -211,14 +245,14 @@ def filled_with_large_positive(q, k, v):
     return scaled(q, k).masked_fill(causal(), 1e9).softmax(-1) @ v
 
 
-@refused("q k^T and softmax")
+@refused("multiplied by a tensor")
 def minus_10000_where_masked(q, k, v):
     """The OpenAI GPT form with 1e4: a hidden key still weighs exp(-1e4 - max), and that is a bias."""
     b = causal().float()
     return (scaled(q, k) * b - 1e4 * (1 - b)).softmax(-1) @ v
 
 
-@refused("multiplied by a tensor of shape [2, 4, 10, 1]")
+@refused("a mask is applied before a scale")
 def temperature_after_the_mask(q, k, v):
     """A scale from the rows, over a finite mask."""
     t = q.norm(dim=-1, keepdim=True)
@@ -230,20 +264,18 @@ def gate_on_probabilities(q, k, v):
     return (scaled(q, k).softmax(-1) * torch.sigmoid(v.mean(-1)).unsqueeze(-2)) @ v
 
 
-@refused("getitem reads the attention probabilities")
+@refused("cumsum reads the attention probabilities")
+def accumulated_probabilities(q, k, v):
+    return scaled(q, k).softmax(-1).cumsum(-1) @ v
+
+
+@refused("takes a part of the")
 def part_of_the_probabilities(q, k, v):
     """The keys cut off have taken part in the sum, and no sink is among them."""
     return scaled(q, k).softmax(-1)[..., : S // 2] @ v[:, :, : S // 2]
 
 
-@refused("reads the attention probabilities")
-def sink_in_front(q, k, v):
-    """The learned logit first, and the last key cut off instead of it."""
-    scores = torch.cat([torch.zeros(B, H, S, 1), scaled(q, k)], dim=-1)
-    return scores.softmax(-1)[..., :-1] @ v
-
-
-@refused("read")
+@refused("not one logit per head")
 def sink_that_depends_on_the_scores(q, k, v):
     scores = scaled(q, k)
     return torch.cat([scores, scores.mean(-1, keepdim=True)], dim=-1).softmax(-1)[..., :-1] @ v
@@ -287,6 +319,17 @@ def softmax_plus_identity(q, k, v):
     return (scaled(q, k).softmax(-1) + torch.eye(S)) @ v
 
 
+@refused("mul reads the attention probabilities")
+def quantised_probabilities(q, k, v):
+    return (scaled(q, k).softmax(-1) * 255).round().div(255) @ v
+
+
+@refused("rounds the scores to torch.int32")
+def integer_scores(q, k, v):
+    """A cast that drops digits is no rounding."""
+    return scaled(q, k).to(torch.int32).float().softmax(-1) @ v
+
+
 @refused("is written in place")
 def written_between(q, k, v):
     """The query is scaled after its product."""
@@ -307,3 +350,8 @@ def scores_written(q, k, v):
     scores = scaled(q, k)
     scores[..., 0] = 1.0
     return scores.softmax(-1) @ v
+
+
+@refused("softmax is over dim")
+def rows_normalised_and_transposed(q, k, v):
+    return (k @ q.transpose(-1, -2)).softmax(-1).transpose(-1, -2) @ v

@@ -1,4 +1,4 @@
-"""No attention by any reading, softmaxes that are none, and attention in disguise."""
+"""No attention by any reading, and sums of exponentials that are no softmax."""
 
 import math
 
@@ -116,51 +116,6 @@ def scores_of_one_block_written(q, k, v):
     return scores.softmax(-1) @ v
 
 
-def scores_transposed(q, k, v):
-    """Of equal lengths, so that every shape fits."""
-    return scaled(q, k).transpose(-1, -2).softmax(-1) @ v
-
-
-def scores_transposed_by_einsum(q, k, v):
-    """Rows and keys change places: attention of k over q, weighted sum of v."""
-    return torch.einsum("bhid,bhjd->bhji", q, k).softmax(-1) @ v
-
-
-def temperature_per_key(q, k, v):
-    t = torch.linspace(0.5, 1.5, S)
-    return (scaled(q, k) / t).softmax(-1) @ v
-
-
-def gate_on_scores(q, k, v):
-    """Forgetting: a gate from the values multiplies."""
-    return (scaled(q, k) * torch.sigmoid(v.mean(-1)).unsqueeze(-2)).softmax(-1) @ v
-
-
-def difference_of_two_maps(q, k, v):
-    q1, q2, k1, k2 = *q.chunk(2, -1), *k.chunk(2, -1)
-    return ((q1 @ k1.mT).softmax(-1) - 0.3 * (q2 @ k2.mT).softmax(-1)) @ v
-
-
-def noisy_scores(q, k, v):
-    scores = scaled(q, k)
-    return (scores + torch.randn_like(scores)).softmax(-1) @ v
-
-
-def softmin(q, k, v):
-    return F.softmin(scaled(q, k), dim=-1) @ v
-
-
-def masked_sum_without_max(q, k, v):
-    """Exp / (epsilon + sum): no softmax and no sink of logit zero."""
-    e = scaled(q, k).exp()
-    return (e / (e.sum(-1, keepdim=True) + 1e-3)) @ v
-
-
-def exp_of_base_two(q, k, v):
-    e = torch.exp2(scaled(q, k))
-    return (e / e.sum(-1, keepdim=True)) @ v
-
-
 NO_SITE = [
     sigmoid_attention,
     relu_attention,
@@ -188,16 +143,3 @@ NO_PLAIN_SOFTMAX = [
     scores_of_one_block_written,
 ]
 """Near a softmax by exp and sum; whatever the report says, they stay."""
-
-EITHER_WAY = [
-    scores_transposed,
-    scores_transposed_by_einsum,
-    temperature_per_key,
-    gate_on_scores,
-    difference_of_two_maps,
-    noisy_scores,
-    softmin,
-    masked_sum_without_max,
-    exp_of_base_two,
-]
-"""An exact rewrite exists: with it or without, the numbers are the same."""

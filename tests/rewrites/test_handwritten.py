@@ -42,10 +42,18 @@ def test_fused_and_the_same_function(style):
 
 
 SYMBOLIC = [
+    "einsum_tokens_then_heads",
+    "guided_diffusion",
     "torch_docs",
+    "llama_reference",
+    "groups_by_einsum",
+    "manual_softmax",
+    "sink_by_cat",
     "triu_of_inf",
     "documents",
     "chunks",
+    "fairseq",
+    "opt",
     "alibi",
     "cache_by_cat_causal",
     "static_cache",

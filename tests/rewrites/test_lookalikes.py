@@ -6,8 +6,9 @@ import torch
 from attnpatch.testing.recording import clones, record
 from attnpatch.testing.tolerance import assert_same_function, run_float64
 
+from .disguises import EITHER_WAY
 from .lookalikes import REFUSED, B, D, H, S
-from .no_attention import EITHER_WAY, NO_PLAIN_SOFTMAX, NO_SITE
+from .no_attention import NO_PLAIN_SOFTMAX, NO_SITE
 
 
 def qkv():
