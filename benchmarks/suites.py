@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +37,37 @@ SUITES = {
 }
 """Cases by suite; H is query heads / key and value heads. A decode step sees all S keys."""
 
+Implementations = dict[str, Callable[[AttentionCall], Tensor]]
+"""What can run a call, by the name it has in the results."""
+
 MOST_BUFFERS = 64
 LEAST_STEPS = 8
+
+
+class Measured(Protocol):
+    """What :func:`measure` needs to know of a case."""
+
+    @property
+    def suite(self) -> str:
+        """The suite's name."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """The case's name."""
+        ...
+
+    def calls(self) -> list[AttentionCall]:
+        """Calls over different buffers, together larger than L2."""
+        ...
+
+    def implementations(self, call: AttentionCall) -> Implementations:
+        """Ours, the first, and its peers."""
+        ...
+
+    def rate(self, ms: float) -> dict[str, float]:
+        """Useful work per second, by unit."""
+        ...
 
 
 class Case(NamedTuple):
@@ -81,6 +110,10 @@ class Case(NamedTuple):
             terms["q_offset"] = torch.tensor(self.seqlen - 1, device="cuda")
         sizes = (self.batch, self.num_heads, self.num_kv_heads, rows, self.seqlen, self.head_dim)
         return random_call(*sizes, dtype=torch.bfloat16, device="cuda", seed=seed, **terms)
+
+    def implementations(self, call: AttentionCall) -> Implementations:
+        """Ours, cuDNN, FlashAttention where it can, and Hugging Face's eager attention."""
+        return implementations(call)
 
     def rate(self, ms: float) -> dict[str, float]:
         """Useful work per second: bytes of K and V for decode, products of visible pairs for prefill."""
@@ -125,12 +158,12 @@ def _repeat_kv(x: Tensor, n: int) -> Tensor:
     return x[:, :, None].expand(batch, heads, n, seqlen, head_dim).reshape(batch, heads * n, seqlen, head_dim)
 
 
-def implementations(call: AttentionCall) -> dict[str, Callable[[AttentionCall], Tensor]]:
-    """What can run ``call``, by the name it has in the results."""
+def implementations(call: AttentionCall) -> Implementations:
+    """What can run ``call`` of a band alone."""
     needs_mask = call.window_left is not None
     additive = _additive_mask(call) if call.seqlen_q > 1 and call.is_banded else None
     cudnn_mask = additive if needs_mask else None
-    found: dict[str, Callable[[AttentionCall], Tensor]] = {
+    found: Implementations = {
         f"attnpatch.{_backend(call)}": ours,
         "cudnn": partial(sdpa, SDPBackend.CUDNN_ATTENTION, attn_mask=cudnn_mask),
         "hf-eager": partial(hf_eager, attn_mask=additive),
@@ -147,15 +180,15 @@ def _additive_mask(call: AttentionCall) -> Tensor:
     return call.q.new_zeros(hidden.shape).masked_fill_(hidden, torch.finfo(call.q.dtype).min)
 
 
-def measure(case: Case) -> Iterator[dict[str, Any]]:
+def measure(case: Measured) -> Iterator[dict[str, Any]]:
     """Rows of one case: every implementation, both clocks. Ours must be right before anything is timed.
 
     Raises:
         AssertionError: our output is outside the tolerance against float64.
     """
     calls = case.calls()
-    found = implementations(calls[0])
-    check_samples(ours(calls[0]), calls[0])
+    found = case.implementations(calls[0])
+    check_samples(next(iter(found.values()))(calls[0]), calls[0])
     errors = {name: relative_error(run(calls[0]), calls[0]) for name, run in found.items()}
     captured = {name: Captured(run, calls) for name, run in found.items()}
     for name, by_clock in interleave(captured).items():

@@ -66,7 +66,8 @@ def random_call(
 
 def key_bounds(first: Any, stop: Any, plain: Any = 1) -> Tensor:
     """``AttentionCall.key_bounds`` of rows that see ``first <= j < stop``: numbers, or tensors that broadcast."""
-    values = torch.broadcast_tensors(*(torch.as_tensor(x) for x in (first, stop, plain)))
+    device = next((x.device for x in (first, stop, plain) if isinstance(x, Tensor)), None)
+    values = torch.broadcast_tensors(*(torch.as_tensor(x, device=device) for x in (first, stop, plain)))
     return torch.stack([-values[0], *values[1:]], dim=-1).int()
 
 

@@ -22,6 +22,7 @@ from attnpatch.kernels.decode import configs as decode_configs
 from attnpatch.kernels.decode import launch as decode_launch
 from attnpatch.kernels.prefill import configs as prefill_configs
 from attnpatch.kernels.prefill import launch as prefill_launch
+from attnpatch.testing.inputs import key_bounds
 
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 
@@ -64,7 +65,16 @@ def facts(compiled):
         "tma loads": r"\bUTMALDG\b",
         "spills": r"\b(STL|LDL)\b",
     }
-    return {"shared": compiled.metadata.shared, **{name: len(re.findall(p, sass)) for name, p in count.items()}}
+    found = {name: len(re.findall(p, sass)) for name, p in count.items()}
+    return {"shared": compiled.metadata.shared, **found, "spills of the last run": spills_of_the_last_run(sass)}
+
+
+def spills_of_the_last_run(sass):
+    """Spills between the first and the last product of the last of three loops, which is the unmasked one."""
+    marks = re.findall(r"\b(HGMMA|STL|LDL)\b", sass)
+    products = [i for i, mark in enumerate(marks) if mark == "HGMMA"]
+    last = products[len(products) * 2 // 3 :]
+    return len(last) and last[-1] - last[0] + 1 - len(last)
 
 
 def random_layout(heads, seqlen, width, dtype):
@@ -78,7 +88,17 @@ def make_call(width, seqlen_q, dtype, terms):
 
 
 CAUSAL = {"window_right": 0}
-TERMS = {"full": {}, "causal": CAUSAL, "window": {"window_left": 99, "window_right": 0}}
+BOUNDS = {"key_bounds": key_bounds(0, torch.arange(256) + 1).expand(1, 8, 256, 3)}
+MASK = {"attn_mask": torch.ones(1, 1, 256, 256, dtype=torch.bool).expand(1, 8, 256, 256)}
+TERMS = {
+    "full": {},
+    "causal": CAUSAL,
+    "window": {"window_left": 99, "window_right": 0},
+    "bounds": BOUNDS,
+    "bounds and band": {**BOUNDS, **CAUSAL},
+    "bounds and mask": {**BOUNDS, **MASK},
+    "terms": {**CAUSAL, "sinks": torch.zeros(8), "alibi_slopes": torch.zeros(8), "lse": torch.zeros(1, 8, 256)},
+}
 
 
 def compile_prefill(width, dtype, descriptors, terms):
@@ -92,13 +112,13 @@ def compile_prefill(width, dtype, descriptors, terms):
     return facts(kernel.compiled)
 
 
-def compile_decode(width, dtype):
+def compile_decode(width, dtype, **terms):
     split, merge = (CompileOnly(getattr(decode_launch, f"_decode_{part}_kernel")) for part in ("split", "merge"))
     with (
         mock.patch.object(decode_launch, "_decode_split_kernel", split),
         mock.patch.object(decode_launch, "_decode_merge_kernel", merge),
     ):
-        call = make_call(width, 1, dtype, {**CAUSAL, "q_offset": torch.tensor(5)})
+        call = make_call(width, 1, dtype, {**CAUSAL, "q_offset": torch.tensor(5), **terms})
         decode_launch.decode(call, 2, decode_configs.table(dtype)[width])
     return facts(split.compiled), facts(merge.compiled)
 
@@ -114,6 +134,12 @@ def main():
         rows[f"decode half {width}"], rows["merge"] = compile_decode(width, torch.bfloat16)
         rows[f"decode float32 {width}"], _ = compile_decode(width, torch.float32)
     rows["prefill descriptor 128 window"] = compile_prefill(128, torch.bfloat16, True, "window")
+    rows["prefill descriptor 128 terms"] = compile_prefill(128, torch.bfloat16, True, "terms")
+    for width in (64, 128, 256):
+        for terms in ("bounds", "bounds and band", "bounds and mask"):
+            rows[f"prefill descriptor {width} {terms}"] = compile_prefill(width, torch.bfloat16, True, terms)
+    one_row = {name: x[:, :, :1] for name, x in {**BOUNDS, **MASK}.items()}
+    rows["decode half 128 bounds and mask"], _ = compile_decode(128, torch.bfloat16, **one_row)
     print(json.dumps(rows))
 
 
