@@ -89,6 +89,13 @@ def tensor_nodes(edge: Any) -> list[Node]:
     return list(dict.fromkeys([*loaded, *_searched(edge)]))
 
 
+def can_load(indices: tuple[Affine, ...]) -> bool:
+    """Whether an edge may read a tensor at ``indices``: by sequence, by row, or at fixed places."""
+    b, q = Affine({"b": 1}), Affine({"q": 1})
+    known = all(i == b or i.is_constant or (i - q).is_scalar for i in indices)
+    return known and all(not i["q"] for i in indices[:-1])
+
+
 def _searched(edge: Any) -> Iterator[Node]:
     if isinstance(edge, Search):
         yield edge.ids
@@ -153,10 +160,16 @@ class EdgeEmitter:
         return self.emit(operator.add, left, right)
 
     def _load(self, node: Node, indices: tuple[Affine, ...]) -> Node:
-        """``node[b]`` as a column, ``node[b, q + t]`` as rows."""
-        if len(shape(node)) == 1:
-            return self.emit("unsqueeze", node, 1) if indices[0]["b"] else self._at(node, indices[0])
-        return self._at(node, indices[1])
+        """``node[b]`` as a column, ``node[b, q + t]`` as rows, ``node[3]`` as a scalar."""
+        result = node
+        for dim in reversed(range(len(indices))):
+            index = indices[dim]
+            if index["q"]:
+                result = self._at(result, index)
+            elif index.is_constant:
+                result = self.emit("select", result, dim, index.constant)
+        per_sequence = any(i["b"] for i in indices) and not any(i["q"] for i in indices)
+        return self.emit("unsqueeze", result, -1) if per_sequence else result
 
     def _at(self, ids: Node, row: Affine) -> Node:
         """``ids[..., row]`` for every row."""

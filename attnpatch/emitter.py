@@ -26,7 +26,7 @@ class Emitter:
 
     def replace(self, site: Site, writes: Writes) -> None:
         """Put the operator right before the site's anchor, hand it the readers, erase what became dead."""
-        with self.graph.inserting_before(site.anchor):
+        with self.graph.inserting_before(site.before or site.anchor):
             o, lse = self._operator(site, writes)
             o = self._arranged(Operand(o, (), site.output), site.anchor)
             if value(o).dtype != value(site.anchor).dtype:

@@ -81,6 +81,7 @@ class Site:
         scales: further factors on q.k as operands that broadcast to q, with "mul" or "div".
         sinks: one more logit per head in softmax's denominator: a node of ``[num_heads]`` or a number.
         lse: the node that reads the logsumexp of the scores, and the steps from ``[batch, num_heads, seqlen_q]``.
+        before: where the operator goes, if not right before the anchor: the logsumexp may be read earlier.
         readers: for scalars of ``terms.q_offset`` that live in tensors, the node that reads their value.
         interior: nodes between the first product and the anchor, which nobody else may read.
         reads: (tensor, the node that reads it) for q, k, v and tensors that scale; writes after a read would change
@@ -99,6 +100,7 @@ class Site:
     scales: list[tuple[Operand, str]] = field(default_factory=list)
     sinks: Node | float | None = None
     lse: Operand | None = None
+    before: Node | None = None
     readers: dict[Node, Node] = field(default_factory=dict)
     interior: list[Node] = field(default_factory=list)
     reads: list[tuple[Node, Node]] = field(default_factory=list)

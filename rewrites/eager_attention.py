@@ -193,7 +193,8 @@ def match(node: Node, writes: Writes) -> Site:
     return Site(
         walk.anchor, plan.q, plan.k, plan.v, plan.sizes, fold.sm_scale, fold.masks.terms(),
         tuple(walk.axes.plan((*plan.layout[:3], plan.feature_v), walk.resolved(walk.anchor))), fold.softcap,
-        fold.scales, fold.sinks, lse, fold.masks.pull.readers, inside, reads,
+        fold.scales, fold.sinks, lse, _first_reader(lse, plan.v.node, walk.anchor, writes), fold.masks.pull.readers,
+        inside, reads,
     )  # fmt: skip
 
 
@@ -316,10 +317,18 @@ def _lse(walk: Walk, fold: Fold, inside: set[Node], layout: Layout, writes: Writ
     dim = dim[0] if isinstance(dim, (tuple, list)) else dim
     if dims[normal_dim(node, dim)] != layout.key:
         raise Refused(f"logsumexp over other dimensions than the keys reads the scores ({place(user)})")
-    if any(writes.position[reader] < writes.position[walk.anchor] for reader in user.users):
-        raise Refused(f"the logsumexp of the scores is read before the product with v ({place(user)})")
     left = tuple(() if d == layout.key else d for d in dims if keepdim or d != layout.key)
     return Operand(user, left, tuple(walk.axes.plan(layout[:3], left)))
+
+
+def _first_reader(lse: Operand | None, v: Node, anchor: Node, writes: Writes) -> Node | None:
+    """The first reader of the logsumexp if it comes before the product with v: the operator must be there by then."""
+    if lse is None:
+        return None
+    first = min((*lse.node.users, anchor), key=writes.position.__getitem__)
+    if writes.position[first] < writes.position[v]:
+        raise Refused(f"the logsumexp of the scores is read before v is computed ({place(first)})")
+    return None if first is anchor else first
 
 
 _SHAPE_READERS = frozenset(

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from attnpatch.affine import Affine
 from attnpatch.axes import Axes, Dims, Layout
+from attnpatch.edges import affines, can_load
 from attnpatch.errors import Refused
 from attnpatch.graph import is_tensor, place, shape, value
 from attnpatch.masking import is_excluding
@@ -117,18 +118,38 @@ class MaskReader:
         """Read one mask of scores of the given dims: "additive" (times ``factor``), or bool: "keep" or "hide"."""
         self.masks.append(Streamed(self._arranged(mask, dims, self.layout.scores), kind, factor))
         try:
-            element = self.element(mask, dims)
-            if factor < 0:
-                element = leafwise(element, lambda x: -x)
-            conditions = _conditions(element) if kind == "additive" else [as_condition(element)]
+            conditions, biases = self._read(mask, kind, factor, dims)
         except Unknown:
-            conditions = [Unknown]
-        if kind == "hide":
-            conditions = [Not(c) for c in conditions]
+            self.streamed.append(self.masks[-1])
+            return
         self.conditions += conditions
         understood = [self._constrain(c) for c in conditions]  # all of them: what is a term still skips blocks
-        if not all(understood):
-            self.streamed.append(self.masks[-1])
+        self.streamed += biases if all(understood) else self.masks[-1:]
+
+    def _read(self, mask: Node, kind: str, factor: float, dims: Dims) -> tuple[list[Any], list[Streamed]]:
+        """The conditions under which a mask does not exclude, and the biases that it adds besides."""
+        element = self.element(mask, dims)
+        if kind != "additive":
+            condition = as_condition(element)
+            return [condition if kind == "keep" else Not(condition)], []
+        conditions, biases = _parts(leafwise(element, lambda x: -x) if factor < 0 else element)
+        return conditions, [self._bias(bias, mask, factor) for bias in biases]
+
+    def _bias(self, bias: Any, mask: Node, factor: float) -> Streamed:
+        """A bias that is a tensor of its own within the mask: ALiBi and a causal mask in one, say."""
+        if not isinstance(bias, Load):
+            raise Unknown(bias)
+        if bias.node is mask or value(bias.node).numel() == value(mask).numel():
+            return self.masks[-1]
+        groups = dict(zip("bhqk", self.layout, strict=True))
+        plain = {Affine({v: 1}): group for v, group in groups.items()}
+        if any(i != Affine() and i not in plain for i in bias.indices):
+            raise Unknown(bias)
+        own = tuple(plain.get(i, ()) for i in bias.indices)
+        whole = all(self._is_one(n) for i, n in zip(own, shape(bias.node), strict=True) if i == ())
+        if not whole:
+            raise Unknown(bias)
+        return Streamed(self._arranged(bias.node, own, self.layout.scores), "additive", abs(factor))
 
     def _constrain(self, condition: Any) -> bool:
         """Take in a condition under which a key is visible; False when some part of it is not a term."""
@@ -147,6 +168,9 @@ class MaskReader:
         try:
             found = interval(condition)
         except NoInterval:
+            return False
+        atoms = (atom for x in affines(found) for atom in x.coefficients if isinstance(atom, Load))
+        if not all(can_load(atom.indices) for atom in atoms):
             return False
         self.intervals.append(found)
         return True
@@ -235,19 +259,20 @@ class MaskReader:
         return best
 
 
-def _conditions(x: Any) -> list[Any]:
-    """The conditions under which an additive mask does not exclude; raises Unknown when it also biases."""
+def _parts(x: Any) -> tuple[list[Any], list[Any]]:
+    """The conditions under which an additive mask does not exclude, and what it adds to the scores then."""
     constant = number(x)
     if constant is not None and math.isfinite(constant) and not is_excluding(constant):
-        return []  # the same for every key: softmax does not see it
+        return [], []  # the same for every key: softmax does not see it
     if isinstance(x, Sum):
-        return _conditions(x.left) + _conditions(x.right)
+        left, right = _parts(x.left), _parts(x.right)
+        return left[0] + right[0], left[1] + right[1]
     if isinstance(x, Where):
-        if _excludes(x.otherwise):
-            return [x.condition, *_conditions(x.then)]
-        if _excludes(x.then):
-            return [Not(x.condition), *_conditions(x.otherwise)]
-    raise Unknown(x)
+        for hides, condition, rest in ((x.otherwise, x.condition, x.then), (x.then, Not(x.condition), x.otherwise)):
+            if _excludes(hides):
+                conditions, biases = _parts(rest)
+                return [condition, *conditions], biases
+    return [], [x]
 
 
 def _excludes(x: Any) -> bool:
