@@ -1,6 +1,6 @@
 """Attention as people write it by hand: products, layouts, repeats of heads and softmaxes in the styles of known code.
 
-One entry of ``STYLES`` is one module with its inputs; ``handwritten_masks.py`` holds the styles of masks.
+One entry of ``STYLES`` is one module with its inputs; the files beside this one hold further styles.
 """
 
 import math
@@ -289,6 +289,17 @@ class KeysInTheMiddle(Block):
         return self.to_out(torch.einsum("ijbn,jbnd->ibnd", p, v).reshape(S, B, E)).transpose(0, 1)
 
 
+class DeepSeek(Block):
+    """Scores [batch, query, head, key]; the mask gets its head in the middle."""
+
+    def forward(self, x):
+        q, k, v = (t.view(B, S, H, D) for t in self.project(x))
+        scores = torch.einsum("bshd,bthd->bsht", q, k) * D**-0.5
+        scores += torch.full((S, S), float("-inf")).triu_(1).unsqueeze(1)
+        scores = scores.softmax(dim=-1, dtype=torch.float32).type_as(x)
+        return self.to_out(torch.einsum("bsht,bthd->bshd", scores, v).flatten(2))
+
+
 class LatentAttention(Block):
     """DeepSeek's absorbed form: one latent per token for all heads, and a second product for the positions."""
 
@@ -325,36 +336,6 @@ class SlicedOverHeads(Block):
         return out
 
 
-class TorchDocs(Block):
-    """What the documentation of scaled_dot_product_attention says it computes."""
-
-    kv_heads = KV
-
-    def attend(self, query, key, value):
-        length, total = query.size(-2), key.size(-2)
-        attn_bias = torch.zeros(length, total, dtype=query.dtype, device=query.device)
-        temp_mask = torch.ones(length, total, dtype=torch.bool, device=query.device).tril(diagonal=0)
-        attn_bias.masked_fill_(temp_mask.logical_not(), float("-inf"))
-        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
-        value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
-        attn_weight = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.size(-1)))
-        attn_weight += attn_bias
-        attn_weight = torch.softmax(attn_weight, dim=-1)
-        attn_weight = torch.dropout(attn_weight, 0.0, train=True)
-        return attn_weight @ value
-
-
-class Autocast(Block):
-    """Mixed precision inside the module."""
-
-    def forward(self, x):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return super().forward(x)
-
-    def attend(self, q, k, v):
-        return (q @ k.transpose(-1, -2) / math.sqrt(D)).softmax(-1) @ v
-
-
 STYLES = {
     "timm_vit": Style(TimmViT, tokens),
     "vit_pytorch": Style(VitPytorch, tokens),
@@ -374,9 +355,8 @@ STYLES = {
     "alphafold_rows": Style(AlphaFoldRows, lambda: (torch.randn(B, 3, S, E), torch.randn(B, 1, H, S, S)), None, None),
     "whisper": Style(Whisper, tokens),
     "keys_in_the_middle": Style(KeysInTheMiddle, tokens, "causal"),
+    "deepseek": Style(DeepSeek, tokens, "causal"),
     "latent_attention": Style(LatentAttention, tokens, None, None),
     "baddbmm_of_zeros": Style(BaddbmmOfZeros, tokens, kv_heads=None),
     "sliced_over_heads": Style(SlicedOverHeads, tokens, kv_heads=2, sites=2),
-    "torch_docs": Style(TorchDocs, tokens, None, KV),
-    "autocast": Style(Autocast, tokens),
 }

@@ -5,8 +5,18 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .handwritten import KV, B, Block, D, E, H, Style, merge, scaled, split
+from .handwritten import KV, B, Block, D, E, H, S, Style, merge, scaled, split, tokens
 from .handwritten_heads import GroupedBlock
+
+
+class LogsumexpBeside(Block):
+    def attend(self, q, k, v):
+        scores = scaled(q, k)
+        return scores.softmax(dim=-1) @ v, torch.logsumexp(scores, dim=-1)
+
+    def forward(self, x):
+        o, lse = self.attend(*map(split, self.project(x)))
+        return self.to_out(merge(o)), lse
 
 
 class CacheByCat(Block):
@@ -79,6 +89,17 @@ class StaticCacheByArange(StaticCache):
         return self.to_out(merge(scores.softmax(-1) @ self.v_cache))
 
 
+class DecodeWithoutRows(Block):
+    """One token per sequence: no dimension of queries, padding by lengths."""
+
+    def forward(self, x, k, v, lengths):
+        q = self.to_q(x).view(B, H, D)
+        scores = torch.einsum("bhd,bshd->bhs", q, k) * D**-0.5
+        hidden = torch.arange(k.shape[1])[None, :] >= lengths[:, None]
+        p = scores.masked_fill(hidden[:, None, :], -torch.inf).softmax(-1)
+        return self.to_out(torch.einsum("bhs,bshd->bhd", p, v).flatten(1))
+
+
 def past(tokens=1):
     return torch.randn(B, tokens, E), torch.randn(B, H, 5, D), torch.randn(B, H, 5, D)
 
@@ -87,10 +108,21 @@ def positions():
     return torch.randn(B, 3, E), torch.tensor([4, 5, 6])
 
 
+def one_token():
+    return (
+        torch.randn(B, E),
+        torch.randn(B, S, H, D),
+        torch.randn(B, S, H, D),
+        torch.arange(B) * 3 % S + 1,
+    )
+
+
 STYLES = {
+    "logsumexp_beside": Style(LogsumexpBeside, tokens),
     "cache_by_cat": Style(CacheByCat, past),
     "cache_by_cat_causal": Style(CacheByCatCausal, lambda: past(3), "causal"),
     "llama_cache": Style(LlamaCache, lambda: (torch.randn(B, 3, E),), None, kv_heads=None),
     "static_cache": Style(StaticCache, positions, None),
     "static_cache_by_arange": Style(StaticCacheByArange, positions, None),
+    "decode_without_rows": Style(DecodeWithoutRows, one_token, "prefix"),
 }

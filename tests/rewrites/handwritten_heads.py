@@ -50,6 +50,22 @@ class RepeatInterleave(GroupedBlock):
         return (q @ k.transpose(-1, -2) * D**-0.5).softmax(-1) @ v
 
 
+class StackedHeads(GroupedBlock):
+    """Every head twice in a row, by stack."""
+
+    def attend(self, q, k, v):
+        k, v = (torch.stack([t] * (H // KV), dim=2).flatten(1, 2) for t in (k, v))
+        return (q @ k.transpose(-1, -2) * D**-0.5).softmax(-1) @ v
+
+
+class HeadsByCat(GroupedBlock):
+    """k0 k1 k0 k1: the query heads are put in another order instead."""
+
+    def attend(self, q, k, v):
+        k, v = (torch.cat([t] * (H // KV), dim=1) for t in (k, v))
+        return (q @ k.transpose(-1, -2) * D**-0.5).softmax(-1) @ v
+
+
 class GroupsByEinsum(GroupedBlock):
     def attend(self, q, k, v):
         q = q.view(B, KV, H // KV, -1, D) * D**-0.5
@@ -224,6 +240,8 @@ STYLES = {
     "llama_reference_bfloat16": Style(LlamaReference, lambda: tokens(torch.bfloat16), "causal", KV),
     "mistral_reference": Style(MistralReference, tokens, kv_heads=KV),
     "repeat_interleave": Style(RepeatInterleave, tokens, kv_heads=KV),
+    "stacked_heads": Style(StackedHeads, tokens, kv_heads=KV),
+    "heads_by_cat": Style(HeadsByCat, tokens, kv_heads=KV),
     "groups_by_einsum": Style(GroupsByEinsum, tokens, kv_heads=KV),
     "groups_by_broadcast": Style(GroupsByBroadcast, tokens, kv_heads=KV),
     "groups_as_rows": Style(GroupsAsRows, tokens, kv_heads=KV),

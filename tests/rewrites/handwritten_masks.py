@@ -53,6 +53,25 @@ class GPT2(Block):
         return torch.matmul(F.softmax(w, dim=-1).type(v.dtype), v)
 
 
+class GPT1(Block):
+    """The TensorFlow port: scores times a mask, minus a large constant where the mask is zero."""
+
+    def attend(self, q, k, v):
+        w = scaled(q, k)
+        b = torch.tril(torch.ones(S, S)).view(1, 1, S, S)
+        return (w * b + -1e9 * (1 - b)).softmax(-1) @ v
+
+
+class XTransformers(Block):
+    def attend(self, q, k, v):
+        dots = torch.einsum("b h i d, b h j d -> b h i j", q, k) * D**-0.5
+        i, j = dots.shape[-2:]
+        mask = torch.ones((i, j), dtype=torch.bool).triu_(j - i + 1)
+        dots.masked_fill_(mask, -torch.finfo(dots.dtype).max)
+        attn = dots.softmax(dim=-1, dtype=torch.float32).type(dots.dtype)
+        return torch.einsum("b h i j, b h j d -> b h i d", attn, v)
+
+
 class TriuOfInf(Block):
     def attend(self, q, k, v):
         mask = torch.triu(torch.full((S, S), float("-inf")), diagonal=1)
@@ -87,6 +106,16 @@ class MaskedBlock(Block):
 
     def forward(self, x, keep):
         return self.to_out(merge(self.attend(*map(split, self.project(x)), keep)))
+
+
+class AnnotatedTransformer(MaskedBlock):
+    """Padding and future in one int mask, made outside the attention."""
+
+    def attend(self, q, k, v, keep):
+        subsequent = torch.triu(torch.ones((1, S, S)), diagonal=1).type(torch.uint8) == 0
+        mask = (keep.unsqueeze(-2) & subsequent).unsqueeze(1)
+        scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(q.size(-1))
+        return torch.matmul(scores.masked_fill(mask == 0, -1e9).softmax(dim=-1), v)
 
 
 class Bert(MaskedBlock):
@@ -161,6 +190,15 @@ class Opt(MaskedBlock):
         w = torch.max(w, torch.tensor(torch.finfo(w.dtype).min))
         w = w.view(B * H, S, S).softmax(dim=-1)
         return torch.bmm(w, v).view(B, H, S, D)
+
+
+class ClipText(Block):
+    def attend(self, q, k, v):
+        mask = torch.empty(S, S).fill_(float("-inf")).triu_(1)
+        q, k, v = (t.reshape(B * H, -1, D) for t in (q * D**-0.5, k, v))
+        weights = torch.bmm(q, k.transpose(1, 2))
+        weights = (weights.view(B, H, S, S) + mask).view(B * H, S, S)
+        return torch.bmm(weights.softmax(-1), v).view(B, H, S, D)
 
 
 class BaddbmmWithMask(Block):
@@ -260,10 +298,13 @@ def document_ids():
 STYLES = {
     "nano_gpt": Style(NanoGPT, tokens, "streamed mask [1, 1, 10, 10]"),
     "gpt2": Style(GPT2, tokens, "streamed mask [1, 1, 10, 10]"),
+    "gpt1": Style(GPT1, tokens, "causal"),
+    "x_transformers": Style(XTransformers, tokens, "causal"),
     "triu_of_inf": Style(TriuOfInf, tokens, "causal"),
     "tril_is_zero": Style(TrilIsZero, tokens, "causal"),
     "ones_like": Style(OnesLike, tokens, "causal"),
     "in_place": Style(InPlace, tokens, "causal"),
+    "annotated_transformer": Style(AnnotatedTransformer, tokens_and_keep, "causal, padding"),
     "bert": Style(Bert, tokens_and_keep, "streamed bias [2, 1, 1, 10]"),
     "bert_min": Style(BertMin, tokens_and_keep, "padding"),
     "distilbert": Style(DistilBert, tokens_and_keep, "padding"),
@@ -272,6 +313,7 @@ STYLES = {
     "bool_times_constant": Style(BoolTimesConstant, tokens_and_keep, "padding"),
     "fairseq": Style(FairSeq, tokens_and_keep, "padding"),
     "opt": Style(Opt, tokens_and_keep, "causal, padding"),
+    "clip_text": Style(ClipText, tokens, "causal"),
     "baddbmm_with_mask": Style(
         BaddbmmWithMask, lambda: (torch.randn(B, S, E), torch.randn(B * H, S, S)), None, kv_heads=None
     ),

@@ -70,6 +70,11 @@ def renormalised_after_masking(q, k, v):
     return (p / (p.sum(-1, keepdim=True) + 1e-3)) @ v
 
 
+@refused("masked_fill changes the attention probabilities")
+def masked_after_softmax(q, k, v):
+    return scaled(q, k).softmax(-1).masked_fill(~causal(), 0.0) @ v
+
+
 @refused("add reads the attention probabilities")
 def mask_added_after_softmax(q, k, v):
     return (scaled(q, k).softmax(-1) + causal().float()) @ v
@@ -114,23 +119,6 @@ def clamped_above(q, k, v):
 def clamped_at_a_bias(q, k, v):
     """A floor that is no excluding constant changes scores."""
     return torch.max(scaled(q, k), torch.tensor(-0.5)).softmax(-1) @ v
-
-
-@refused("softmax")
-def softmax_twice(q, k, v):
-    return scaled(q, k).softmax(-1).softmax(-1) @ v
-
-
-@refused("softmax is over dim -1")
-def softmax_over_scores_of_all_rows(q, k, v):
-    """One softmax over every pair of a head."""
-    return scaled(q, k).view(B, H, S * S).softmax(-1).view(B, H, S, S) @ v
-
-
-@refused("not over the keys")
-def softmax_over_heads_and_keys(q, k, v):
-    scores = scaled(q, k).transpose(1, 2).reshape(B, S, H * S)
-    return scores.softmax(-1).view(B, S, H, S).transpose(1, 2) @ v
 
 
 @refused("sums over another dimension")
@@ -219,11 +207,6 @@ def scores_normalised(q, k, v):
     return F.layer_norm(scaled(q, k), (S,)).softmax(-1) @ v
 
 
-@refused("gumbel_softmax")
-def gumbel_softmax(q, k, v):
-    return F.gumbel_softmax(scaled(q, k), dim=-1, hard=True) @ v
-
-
 @refused("multiplied by a tensor of shape [10, 10]")
 def causal_by_multiplication(q, k, v):
     """A score of zero is visible."""
@@ -269,18 +252,6 @@ def accumulated_probabilities(q, k, v):
     return scaled(q, k).softmax(-1).cumsum(-1) @ v
 
 
-@refused("takes a part of the")
-def part_of_the_probabilities(q, k, v):
-    """The keys cut off have taken part in the sum, and no sink is among them."""
-    return scaled(q, k).softmax(-1)[..., : S // 2] @ v[:, :, : S // 2]
-
-
-@refused("not one logit per head")
-def sink_that_depends_on_the_scores(q, k, v):
-    scores = scaled(q, k)
-    return torch.cat([scores, scores.mean(-1, keepdim=True)], dim=-1).softmax(-1)[..., :-1] @ v
-
-
 @refused("sub reads the attention probabilities")
 def probabilities_minus_their_mean(q, k, v):
     """Differential attention within one map."""
@@ -291,20 +262,6 @@ def probabilities_minus_their_mean(q, k, v):
 def one_map_twice(q, k, v):
     p = scaled(q, k).softmax(-1)
     return p @ (p @ v)
-
-
-@refused("scores are also read by transpose")
-def co_attention(q, k, v):
-    """Both directions of a cross attention from one map."""
-    scores = scaled(q, k)
-    return scores.softmax(-1) @ v, scores.transpose(-1, -2).softmax(-1) @ q
-
-
-@refused("add reads the attention probabilities")
-def slots(q, k, v):
-    """Slot attention: a softmax over the slots, then a mean over the tokens."""
-    p = scaled(q, k).softmax(-2) + 1e-8
-    return (p / p.sum(-1, keepdim=True)) @ v
 
 
 @refused("probabilities are also read by argmax")
@@ -350,8 +307,3 @@ def scores_written(q, k, v):
     scores = scaled(q, k)
     scores[..., 0] = 1.0
     return scores.softmax(-1) @ v
-
-
-@refused("softmax is over dim")
-def rows_normalised_and_transposed(q, k, v):
-    return (k @ q.transpose(-1, -2)).softmax(-1).transpose(-1, -2) @ v

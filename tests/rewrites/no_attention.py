@@ -1,11 +1,11 @@
-"""No attention by any reading, and sums of exponentials that are no softmax."""
+"""No attention by any reading."""
 
 import math
 
 import torch
 import torch.nn.functional as F
 
-from .lookalikes import B, D, H, S, causal, scaled
+from .lookalikes import D, S, causal, scaled
 
 
 def sigmoid_attention(q, k, v):
@@ -92,30 +92,6 @@ def gated_experts(q, k, v):
     return (gates.unsqueeze(-2) @ experts).squeeze(-2)
 
 
-def exp_over_the_sum_of_rows(q, k, v):
-    e = scaled(q, k).exp()
-    return (e / e.sum(-2, keepdim=True)) @ v
-
-
-def exp_over_the_sum_of_others(q, k, v):
-    """The numerator is causal, the denominator is not."""
-    e = scaled(q, k).exp()
-    return (e * causal() / e.sum(-1, keepdim=True)) @ v
-
-
-def exp_minus_the_wrong_max(q, k, v):
-    """Shifted by one number and divided by the sum of what was not shifted."""
-    scores = scaled(q, k)
-    e = (scores - scores.amax(-1, keepdim=True)).exp()
-    return (e / scores.exp().sum(-1, keepdim=True)) @ v
-
-
-def scores_of_one_block_written(q, k, v):
-    scores = torch.zeros(B, H, S, S)
-    scores[:, :, : S // 2] = scaled(q[:, :, : S // 2], k)
-    return scores.softmax(-1) @ v
-
-
 NO_SITE = [
     sigmoid_attention,
     relu_attention,
@@ -135,11 +111,3 @@ NO_SITE = [
     gated_experts,
 ]
 """Nothing to report."""
-
-NO_PLAIN_SOFTMAX = [
-    exp_over_the_sum_of_rows,
-    exp_over_the_sum_of_others,
-    exp_minus_the_wrong_max,
-    scores_of_one_block_written,
-]
-"""Near a softmax by exp and sum; whatever the report says, they stay."""

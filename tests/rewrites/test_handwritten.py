@@ -7,7 +7,14 @@ from torch.utils._pytree import tree_leaves
 from attnpatch.testing.recording import clones, record
 from attnpatch.testing.tolerance import assert_same_function, run_float64
 
-from . import handwritten, handwritten_biases, handwritten_caches, handwritten_heads, handwritten_masks
+from . import (
+    handwritten,
+    handwritten_biases,
+    handwritten_caches,
+    handwritten_heads,
+    handwritten_masks,
+    handwritten_torch,
+)
 
 STYLES = {
     **handwritten.STYLES,
@@ -15,6 +22,7 @@ STYLES = {
     **handwritten_masks.STYLES,
     **handwritten_biases.STYLES,
     **handwritten_caches.STYLES,
+    **handwritten_torch.STYLES,
 }
 
 
@@ -23,7 +31,7 @@ def checked(style, **options):
     inputs = style.inputs()
     module = style.module().eval().to(inputs[0].dtype)
     recording = record(module, *inputs, strict=True, **options)
-    assert len(recording.masks) == len(recording.named("attention")) == style.sites
+    assert len(recording.masks) == len(recording.named("attention", "attention_lse")) == style.sites
     assert recording.named("softmax", "log_softmax") == []
     with torch.no_grad():
         original = module(*clones(inputs))
@@ -37,11 +45,13 @@ def checked(style, **options):
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
 def test_fused_and_the_same_function(style):
     recording = checked(style)
-    assert set(recording.masks) == {style.mask or recording.masks[0]}
-    assert {s.num_kv_heads for s in recording.sites} == {style.kv_heads or recording.sites[0].num_kv_heads}
+    assert style.mask is None or set(recording.masks) == {style.mask}
+    assert style.kv_heads is None or {s.num_kv_heads for s in recording.sites} == {style.kv_heads}
 
 
 SYMBOLIC = [
+    "timm_vit",
+    "nano_gpt",
     "einsum_tokens_then_heads",
     "guided_diffusion",
     "torch_docs",
@@ -50,6 +60,7 @@ SYMBOLIC = [
     "manual_softmax",
     "sink_by_cat",
     "triu_of_inf",
+    "x_transformers",
     "documents",
     "chunks",
     "fairseq",
@@ -57,6 +68,8 @@ SYMBOLIC = [
     "alibi",
     "cache_by_cat_causal",
     "static_cache",
+    "logsumexp_beside",
+    "decode_without_rows",
 ]
 
 
