@@ -78,6 +78,7 @@ class Emitter:
             "softcap": site.softcap,
             "key_bounds": self._bounds(site, streamed, padding, q, k, writes),
             "sinks": self._sinks(site, q),
+            "alibi_slopes": self._alibi(terms, like, writes),
             "backends": self.backends or None,
         }
         given = {name: x for name, x in given.items() if x is not None}
@@ -90,6 +91,16 @@ class Emitter:
         if not isinstance(site.sinks, float):
             return site.sinks
         return self._emit("new_full", q, (site.sizes[0],), site.sinks, dtype=torch.float32, like=site.anchor)
+
+    def _alibi(self, terms: Terms, like: Node, writes: Writes) -> Node | None:
+        if terms.alibi is None:
+            return None
+        slopes, factor = terms.alibi
+        key = ("alibi", slopes, factor, writes.version(slopes, like))
+        if key not in self.shared:
+            wide = self._emit("to", slopes, torch.float32, like=like)
+            self.shared[key] = wide if factor == 1.0 else self._emit(operator.mul, wide, factor, like=like)
+        return self.shared[key]
 
     def _bounds(
         self, site: Site, streamed: Node | None, padding: Node | None, q: Node, k: Node, writes: Writes

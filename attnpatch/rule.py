@@ -53,7 +53,8 @@ class Terms:
 
     ``q_offset`` is an integer-valued scalar expression (:class:`attnpatch.affine.Affine`). ``paddings``
     are ``(node, first column)`` pairs: ``node[b, first column + k]`` is nonzero for real keys. ``intervals``
-    (:class:`attnpatch.rewrites.intervals.Interval`) are one run of keys per row each.
+    (:class:`attnpatch.rewrites.intervals.Interval`) are one run of keys per row each. ``alibi`` are slopes, a node of
+    ``[num_heads]``, and the factor on them.
     """
 
     q_offset: Affine = field(default_factory=Affine)
@@ -61,6 +62,7 @@ class Terms:
     window_right: int | None = None
     paddings: list[tuple[Node, Any]] = field(default_factory=list)
     intervals: list[Any] = field(default_factory=list)
+    alibi: tuple[Node, float] | None = None
     streamed: list[Streamed] = field(default_factory=list)
 
 

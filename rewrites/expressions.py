@@ -59,6 +59,15 @@ class Magnitude:
 
 
 @dataclass(frozen=True)
+class Sloped:
+    """``slope * factor * distance``: an element of a tensor of slopes (None: 1) times an integer expression."""
+
+    slope: Load | None
+    distance: Any
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
 class And:
     """Conjunction."""
 
@@ -99,7 +108,7 @@ class Sum:
 
 
 BOOLEAN = (AtLeastZero, Equal, And, Or, Not)
-INTEGER = (Affine, Magnitude)
+INTEGER: tuple[Any, ...] = (Affine, Magnitude)
 
 
 class Unknown(Exception):
@@ -179,7 +188,7 @@ def survives_cast(x: Any, source: torch.dtype, target: torch.dtype) -> bool:
         return all(survives_cast(branch, source, target) for branch in (x.then, x.otherwise))
     if isinstance(x, Const):
         return target.is_floating_point or (x.value.is_integer() and (x.value >= 0 or target != torch.uint8))
-    if isinstance(x, (Load, Sum)):
+    if isinstance(x, (Load, Sum, Sloped)):
         return torch.promote_types(source, target) == target
     return True
 

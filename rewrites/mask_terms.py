@@ -21,13 +21,14 @@ from attnpatch.rewrites.expressions import (
     AtLeastZero,
     Const,
     Load,
+    Magnitude,
     Not,
     Or,
+    Sloped,
     Sum,
     Unknown,
     Where,
     as_condition,
-    leafwise,
     number,
 )
 from attnpatch.rewrites.intervals import Interval, NoInterval, interval
@@ -55,6 +56,9 @@ class MaskReader:
         self.paddings: list[tuple[Node, Affine]] = []
         self.intervals: list[Interval] = []
         self.conditions: list[Any] = []
+        self.alibi: tuple[Node, float] | None = None
+        self.alibi_own = Affine()
+        self.alibi_needs_causal = True
         self.streamed: list[Streamed] = []
 
     def element(self, x: Any, dims: Dims) -> Any:
@@ -132,8 +136,28 @@ class MaskReader:
         if kind != "additive":
             condition = as_condition(element)
             return [condition if kind == "keep" else Not(condition)], []
-        conditions, biases = _parts(leafwise(element, lambda x: -x) if factor < 0 else element)
-        return conditions, [self._bias(bias, mask, factor) for bias in biases]
+        conditions, biases = _parts(element, math.copysign(1.0, factor))
+        slopes = [bias for bias in biases if isinstance(bias, Sloped)]
+        if slopes:
+            self._slope(slopes, factor)
+        rest = [bias for bias in biases if not isinstance(bias, Sloped)]
+        return conditions, [self._bias(bias, mask, factor) for bias in rest]
+
+    def _slope(self, slopes: list[Sloped], factor: float) -> None:
+        """ALiBi: a slope per head times the distance from the row's own position; see :meth:`_set_alibi`."""
+        slope, node = slopes[0].slope, slopes[0].slope.node if slopes[0].slope else None
+        if len(slopes) > 1 or self.alibi or slope is None or node is None or slope.indices != (Affine({"h": 1}),):
+            raise Unknown(slopes)
+        distance, sign = slopes[0].distance, -1.0
+        if isinstance(distance, Magnitude):
+            self.alibi_needs_causal, distance = False, distance.expression
+        distance = -distance if distance["q"] == -1 else distance
+        if slopes[0].distance == -distance:  # k - q is minus the distance of a key that is not ahead
+            sign = 1.0
+        own = distance - Affine({"q": 1, "k": -1})
+        if not own.is_scalar:
+            raise Unknown(slopes)
+        self.alibi, self.alibi_own = (node, sign * factor * slopes[0].factor), own
 
     def _bias(self, bias: Any, mask: Node, factor: float) -> Streamed:
         """A bias that is a tensor of its own within the mask: ALiBi and a causal mask in one, say."""
@@ -149,7 +173,7 @@ class MaskReader:
         whole = all(self._is_one(n) for i, n in zip(own, shape(bias.node), strict=True) if i == ())
         if not whole:
             raise Unknown(bias)
-        return Streamed(self._arranged(bias.node, own, self.layout.scores), "additive", abs(factor))
+        return Streamed(self._arranged(bias.node, own, self.layout.scores), "additive", factor)
 
     def _constrain(self, condition: Any) -> bool:
         """Take in a condition under which a key is visible; False when some part of it is not a term."""
@@ -216,9 +240,23 @@ class MaskReader:
         terms = Terms(paddings=paddings, intervals=intervals, streamed=self.streamed)
         try:
             self._set_band(terms)
+            self._set_alibi(terms)
         except Unknown:
             return Terms(streamed=self.masks)
         return terms
+
+    def _set_alibi(self, terms: Terms) -> None:
+        """The kernels' bias is ``-slope * |q + q_offset - k|``: the positions must be those of the band."""
+        if self.alibi is None:
+            return
+        banded = terms.window_left is not None or terms.window_right is not None
+        if self.alibi_needs_causal and terms.window_right != 0:
+            raise Unknown(self.alibi)
+        if not banded:
+            terms.q_offset = self.alibi_own
+        if terms.q_offset != self.alibi_own:
+            raise Unknown(self.alibi)
+        terms.alibi = self.alibi
 
     def _set_band(self, terms: Terms) -> None:
         right, left = self._tightest(self.right), self._tightest(self.left)
@@ -259,25 +297,25 @@ class MaskReader:
         return best
 
 
-def _parts(x: Any) -> tuple[list[Any], list[Any]]:
-    """The conditions under which an additive mask does not exclude, and what it adds to the scores then."""
+def _parts(x: Any, sign: float) -> tuple[list[Any], list[Any]]:
+    """The conditions under which an additive mask, times ``sign``, does not exclude, and what it adds then."""
     constant = number(x)
-    if constant is not None and math.isfinite(constant) and not is_excluding(constant):
+    if constant is not None and math.isfinite(constant) and not is_excluding(constant * sign):
         return [], []  # the same for every key: softmax does not see it
     if isinstance(x, Sum):
-        left, right = _parts(x.left), _parts(x.right)
+        left, right = _parts(x.left, sign), _parts(x.right, sign)
         return left[0] + right[0], left[1] + right[1]
     if isinstance(x, Where):
         for hides, condition, rest in ((x.otherwise, x.condition, x.then), (x.then, Not(x.condition), x.otherwise)):
-            if _excludes(hides):
-                conditions, biases = _parts(rest)
+            if _excludes(hides, sign):
+                conditions, biases = _parts(rest, sign)
                 return [condition, *conditions], biases
     return [], [x]
 
 
-def _excludes(x: Any) -> bool:
+def _excludes(x: Any, sign: float) -> bool:
     constant = number(x)
-    return constant is not None and is_excluding(constant)
+    return constant is not None and is_excluding(constant * sign)
 
 
 def words(terms: Terms) -> str:
@@ -292,6 +330,7 @@ def words(terms: Terms) -> str:
         said.append(f"window {left} left, {right} right")
     said += [run.word for run in terms.intervals if run.word and run.word not in said]
     said += ["padding"] if terms.paddings else []
+    said += ["ALiBi"] if terms.alibi else []
     for mask in terms.streamed:
         kind = "bias" if mask.kind == "additive" else "mask"
         said.append(f"streamed {kind} [{', '.join(str(s) for s in shape(mask.node))}]")

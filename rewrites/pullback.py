@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from attnpatch.rewrites.expressions import (
     Load,
     Magnitude,
     Not,
+    Sloped,
     Sum,
     Unknown,
     Where,
@@ -189,8 +191,33 @@ def _mul(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
         return conjunction(left, right)
     factor = number(right)
     if factor is None:
-        raise Unknown(node)
+        return _sloped(node, left, right)
+    if isinstance(left, (Sloped, Magnitude)):
+        return _scaled(left, factor)
     return leafwise(left, lambda x: x * factor)
+
+
+def _sloped(node: Node, left: Any, right: Any) -> Any:
+    """A tensor's element times a distance."""
+    slope, distance = (left, right) if isinstance(left, Load) else (right, left)
+    sign = 1.0
+    if isinstance(distance, Sloped) and distance.slope is None:
+        distance, sign = distance.distance, distance.factor
+    if isinstance(slope, Load) and isinstance(distance, INTEGER) and value(slope.node).is_floating_point():
+        return Sloped(slope, distance, sign)
+    raise Unknown(node)
+
+
+def _scaled(x: Any, factor: float) -> Any:
+    """``x * factor`` of a distance, or of one with a slope."""
+    return replace(x, factor=x.factor * factor) if isinstance(x, Sloped) else Sloped(None, x, factor)
+
+
+def _neg(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
+    x = pull.operand(node, arg(node, 0, "input"), indices)
+    if isinstance(x, (Sloped, Magnitude)):
+        return _scaled(x, -1.0)
+    return -x if isinstance(x, Affine) else leafwise(x, lambda value: -value)
 
 
 def _is_bool(node: Node) -> bool:
@@ -478,6 +505,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "sub": _sub,
     "mul": _mul,
     "abs": _abs,
+    "neg": _neg,
     "ge": _comparison(operator.ge, False, 0),
     "gt": _comparison(operator.gt, False, 1),
     "le": _comparison(operator.le, True, 0),

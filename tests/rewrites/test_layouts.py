@@ -81,3 +81,46 @@ def test_scale_per_head():
         return (q @ k.transpose(-1, -2) * t).softmax(-1) @ v
 
     fused(function, *qkv(), torch.rand(H, 1, 1))
+
+
+def alibi(q, k, v, slopes, bias_of):
+    rows, keys = torch.arange(S)[:, None], torch.arange(S)[None, :]
+    scores = scores_of(q, k) + bias_of(slopes, rows, keys)
+    return scores.masked_fill(keys > rows, -torch.inf).softmax(-1) @ v
+
+
+ALIBI = {
+    "key minus row": lambda slopes, rows, keys: slopes[:, None, None] * (keys - rows),
+    "row minus key": lambda slopes, rows, keys: -(slopes[:, None, None] * (rows - keys).float()),
+    "distance": lambda slopes, rows, keys: slopes.view(1, -1, 1, 1) * -(rows - keys).abs(),
+    "minus distance": lambda slopes, rows, keys: -1.0 * (keys - rows).abs() * slopes[None, :, None, None],
+}
+
+
+@pytest.mark.parametrize("bias_of", ALIBI.values(), ids=ALIBI)
+def test_alibi(bias_of):
+    """Slopes times distances: no bias of all rows and keys."""
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+    site = fused(lambda q, k, v, slopes: alibi(q, k, v, slopes, bias_of), *qkv(), slopes)
+    assert site.mask == "causal, ALiBi"
+
+
+def test_alibi_on_both_sides():
+    """Without a causal mask the distance is what counts."""
+
+    def function(q, k, v, slopes):
+        away = (torch.arange(S)[:, None] - torch.arange(S)[None, :]).abs()
+        return (scores_of(q, k) - slopes[:, None, None] * away).softmax(-1) @ v
+
+    fused(function, *qkv(), torch.rand(H))
+
+
+def test_slopes_that_grow_with_the_key_are_no_alibi():
+    """Signed distances without a causal mask favour keys ahead."""
+
+    def function(q, k, v, slopes):
+        ahead = torch.arange(S)[None, :] - torch.arange(S)[:, None]
+        return (scores_of(q, k) + slopes[:, None, None] * ahead).softmax(-1) @ v
+
+    recording = check_rewrite(function, *qkv(), torch.rand(H))
+    assert recording.masks == [f"streamed bias [{H}, {S}, {S}]"]
