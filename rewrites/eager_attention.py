@@ -109,12 +109,23 @@ class Walk:
             if regrouped is None:
                 raise Refused(f"a view cuts the scores across rows and keys ({place(node)})")
             self.dims[node] = regrouped
-        elif op(node) in ("getitem", "narrow") and not drops_sink(node, dims.index(self.key)):
+        elif op(node) in ("getitem", "narrow") and not (self._has_sinks and drops_sink(node, dims.index(self.key))):
             raise Refused(f"{op(node)} takes a part of the scores or probabilities ({place(node)})")
         elif len(shape(node)) != len(dims):
             raise Refused(f"{op(node)} at {place(node)} broadcasts the scores {said(shape(source))}")
         else:
             self.dims[node] = dims
+
+    @property
+    def _has_sinks(self) -> bool:
+        """Whether a column that is no key joined the scores; what is cut off after softmax must be that."""
+        return any(op(node) == "cat" for node in self.scores)
+
+    def check_sinks(self) -> None:
+        """Refuse probabilities that keep the column of the sinks."""
+        cuts = sum(op(node) in ("getitem", "narrow") and not regroups(node) for node in self.weights)
+        if cuts != self._has_sinks:
+            raise Refused(f"the product with v does not leave out the sinks ({place(self.second_node)})")
 
     def resolved(self, node: Node) -> Dims:
         """The dims of a node, splits that came later included."""
@@ -184,6 +195,7 @@ def match(node: Node, writes: Writes) -> Site:
     fold = Fold(MaskReader(walk.axes, plan.layout, plan.seqlens, Pullback(writes, walk.scores[-1])))
     fold.sinks = softmax.denominator
     fold.walk(walk.scores, {n: walk.resolved(n) for n in walk.scores})
+    walk.check_sinks()
     _check_zeroed(walk, fold)
     _fold_product(fold, walk, factor)
     inside = [*fold.interior, *softmax.interior, softmax.node, *walk.weights, *walk.tail]

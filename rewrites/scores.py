@@ -186,8 +186,8 @@ def _sub(fold: Fold, node: Node) -> None:
         return fold_bias(fold, node, other, -fold.factor * arg(node, 2, "alpha", 1))
     if fold.softcap is not None:
         raise Refused(f"the scores are shifted before the softcap ({place(node)})")
-    if isinstance(fold.sinks, float):
-        raise Refused(f"the scores are shifted, but not the number in softmax's denominator ({place(node)})")
+    if fold.sinks is not None:
+        raise Refused(f"the scores are shifted, and the sinks are not ({place(node)})")
     fold.shifted = True
     fold.interior += _made_from(other, path)
     return None

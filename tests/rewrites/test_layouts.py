@@ -124,3 +124,59 @@ def test_slopes_that_grow_with_the_key_are_no_alibi():
 
     recording = check_rewrite(function, *qkv(), torch.rand(H))
     assert recording.masks == [f"streamed bias [{H}, {S}, {S}]"]
+
+
+def joined(scores):
+    """Scores and one more column."""
+    return torch.cat([scores, torch.ones(B, H, S, 1)], dim=-1)
+
+
+def shifted(scores):
+    return scores - scores.amax(-1, keepdim=True)
+
+
+NO_SINKS = {
+    "another column": (
+        lambda q, k, v: joined(scores_of(q, k)).softmax(-1)[..., 1:] @ v,
+        "takes a part of the scores or probabilities",
+    ),
+    "in front": (
+        lambda q, k, v: torch.cat([torch.ones(B, H, S, 1), scores_of(q, k)], -1).softmax(-1)[..., :-1] @ v,
+        "concatenated with others",
+    ),
+    "with a value": (
+        lambda q, k, v: joined(scores_of(q, k)).softmax(-1) @ torch.cat([v, v[:, :, :1]], 2),
+        "does not leave out the sinks",
+    ),
+    "joins after the shift": (
+        lambda q, k, v: joined(shifted(scores_of(q, k))).softmax(-1)[..., :-1] @ v,
+        "the scores are shifted, and the sinks are not",
+    ),
+    "fewer keys": (
+        lambda q, k, v: scores_of(q, k)[..., :-1].softmax(-1) @ v[:, :, :-1],
+        "takes a part of the scores or probabilities",
+    ),
+    "fewer values": (
+        lambda q, k, v: scores_of(q, k).softmax(-1)[..., :-1] @ v[:, :, :-1],
+        "takes a part of the scores or probabilities",
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "reason"), NO_SINKS.values(), ids=NO_SINKS)
+def test_no_sinks(function, reason):
+    recording = check_rewrite(function, *qkv())
+    assert len(recording.reasons) == 1
+    assert reason in recording.reasons[0]
+
+
+def sinks(q, k, v, sink):
+    """GPT-OSS: learned logits, shifted together with the scores."""
+    scores = scores_of(q, k).masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -torch.inf)
+    both = torch.cat([scores, sink.reshape(1, -1, 1, 1).expand(B, -1, S, -1)], dim=-1)
+    both = both - both.max(dim=-1, keepdim=True).values
+    return both.softmax(-1)[..., :-1] @ v
+
+
+def test_learned_sinks():
+    assert fused(sinks, *qkv(), torch.randn(H)).mask == "causal"
