@@ -81,6 +81,11 @@ def keys_of_an_image(q, k, v):
 
 
 @either_way
+def last_key_dropped_before_softmax(q, k, v):
+    return scaled(q, k)[..., :-1].softmax(-1) @ v[:, :, :-1]
+
+
+@either_way
 def values_of_one_sequence(q, k, v):
     return scaled(q, k).softmax(-1) @ v[0]
 
@@ -164,6 +169,12 @@ def sinks_and_softcap(q, k, v):
 def sinks_scaled_with_the_scores(q, k, v):
     scores = torch.cat([q @ k.transpose(-1, -2), torch.ones(B, H, S, 1)], -1)
     return (scores * 0.25).softmax(-1)[..., :-1] @ v
+
+
+@either_way
+def sink_with_a_value(q, k, v):
+    scores = torch.cat([scaled(q, k), torch.ones(B, H, S, 1)], -1)
+    return scores.softmax(-1) @ torch.cat([v, torch.ones(B, H, 1, D)], -2)
 
 
 @either_way

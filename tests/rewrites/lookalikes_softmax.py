@@ -40,6 +40,12 @@ def sink_that_depends_on_the_scores(q, k, v):
     return torch.cat([scores, scores.mean(-1, keepdim=True)], dim=-1).softmax(-1)[..., :-1] @ v
 
 
+@refused("takes a part of the")
+def last_key_dropped(q, k, v):
+    """The shape of a sink's softmax, and no sink was added."""
+    return scaled(q, k).softmax(-1)[..., :-1] @ v[:, :, :-1]
+
+
 @refused("softmax is over dim")
 def rows_normalised_and_transposed(q, k, v):
     return (k @ q.transpose(-1, -2)).softmax(-1).transpose(-1, -2) @ v

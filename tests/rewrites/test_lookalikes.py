@@ -28,6 +28,7 @@ def unchanged(function, *args):
     return recording
 
 
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice")
 @pytest.mark.parametrize(("function", "reason"), REFUSED.items(), ids=[f.__name__ for f in REFUSED])
 def test_refused(function, reason):
     assert reason in unchanged(function, *qkv()).reasons[0]
