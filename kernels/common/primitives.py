@@ -71,13 +71,9 @@ def load_padding(key_padding, strides, b, keys, inside):
 
 
 @triton.jit
-def load_bounds(key_bounds, strides, b, h, rows, num_rows):
-    """First key, stop and plainness of ``rows`` of head (b, h).
-
-    A row past ``num_rows`` has those of the last one: the extremes over a tile stay those of its real rows.
-    """
-    rows = tl.minimum(rows, num_rows - 1).to(tl.int64)
-    pointers = head_base(key_bounds, strides, b, h) + rows * strides[2]
+def load_bounds(key_bounds, strides, b, h, rows):
+    """First key, stop and plainness of ``rows`` of head (b, h), all of which exist."""
+    pointers = head_base(key_bounds, strides, b, h) + rows.to(tl.int64) * strides[2]
     return -tl.load(pointers), tl.load(pointers + strides[3]), tl.load(pointers + 2 * strides[3])
 
 

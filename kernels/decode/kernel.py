@@ -4,7 +4,8 @@
                              -> a normalised output o_s, its maximum m_s (base 2) and sum l_s per split and head
     _decode_merge_kernel     o = sum_s w_s o_s / sum_s w_s  with  w_s = l_s exp2(m_s - max_s m_s);  the sink, and lse
 
-One split needs no merge: it finishes by itself.
+One split needs no merge: it finishes by itself. Keys that a mask, a padding or bounds of single heads may hide are run
+0; those that every head sees, all of them where only the band or bounds alike in plain rows cut the keys, are run 1.
 
 m and l stay apart: rounded into one float32 lse, about 8 at 4096 keys, a split's weight would be off by 5e-7.
 
@@ -96,54 +97,61 @@ def _decode_split_kernel(
     """Output of a group's heads over one split of the keys; the heads are the rows of its tiles."""
     HAS_BIAS: tl.constexpr = attn_mask is not None and attn_mask.dtype.element_ty != tl.int1
     NATURAL: tl.constexpr = HAS_BIAS or softcap is not None or alibi_slopes is not None
+    HAS_TILE_TERMS: tl.constexpr = attn_mask is not None or key_padding is not None
+    FIRST_RUN: tl.constexpr = 0 if HAS_TILE_TERMS or key_bounds is not None else 1
+    LAST_RUN: tl.constexpr = 0 if HAS_TILE_TERMS and key_bounds is None else 1
 
     split = tl.program_id(0) % num_splits
     group = tl.program_id(0) // num_splits
     b, h_kv = group // num_kv_heads, group % num_kv_heads
     offset = load_offset(q_offset, offset_stride, b)
     heads = tl.arange(0, BLOCK_H)
-    flat_head = h_kv * GROUP_SIZE + tl.minimum(heads, GROUP_SIZE - 1)  # tiles may be higher than a group
-    lo, hi, plain = 0, seqlen_k, 0
+    real_heads = tl.minimum(heads, GROUP_SIZE - 1)  # tiles may be higher than a group
+    flat_head = h_kv * GROUP_SIZE + real_heads
+    lo, hi, plain, alike = 0, seqlen_k, 0, not HAS_TILE_TERMS
     if key_bounds is not None:
-        first_key, stop, plains = load_bounds(key_bounds, bounds_strides, b, h_kv, heads, GROUP_SIZE)
+        first_key, stop, plains = load_bounds(key_bounds, bounds_strides, b, h_kv, real_heads)
         lo = tl.maximum(tl.min(first_key, 0), lo)
         hi = tl.minimum(tl.max(stop, 0), hi)
         plain = tl.min(plains, 0)
+        alike = (tl.max(first_key, 0) == tl.min(first_key, 0)) & (tl.min(stop, 0) == tl.max(stop, 0))
+        alike = alike & (not HAS_TILE_TERMS or plain != 0)
     lo, hi = _split_keys(offset, lo, hi, window_left, window_right, split, num_splits, BLOCK_N)
+    cut = tl.where(alike, lo, hi)
+    starts, stops = (lo, cut), (cut, hi)
 
     scale = LOG2E if NATURAL else sm_scale * LOG2E
     q_tile = load_rows(q, q_strides, b, h_kv, 0, GROUP_SIZE, HEAD_DIM, BLOCK_H, BLOCK_D)
     m_i = tl.full([BLOCK_H], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, BLOCK_DV], tl.float32)
-    for n in tl.range(lo, hi, BLOCK_N):
-        k_tile = load_rows(k, k_strides, b, h_kv, n, hi, HEAD_DIM, BLOCK_N, BLOCK_D)
-        v_tile = load_rows(v, v_strides, b, h_kv, n, hi, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
-        s = products(q_tile, k_tile, PRECISION)  # [BLOCK_H, BLOCK_N]
-        if NATURAL:
-            s = natural_scores(s, sm_scale, softcap)
-        keys = n + tl.arange(0, BLOCK_N)
-        if alibi_slopes is not None:
-            slopes = load_per_head(alibi_slopes, slopes_strides, b, flat_head)
-            s -= slopes[:, None] * tl.abs(offset - keys)[None, :]
-        visible = (keys < hi)[None, :]
-        if key_padding is not None:
-            real = load_padding(key_padding, padding_strides, b, keys, (keys < hi) & (plain == 0))
-            visible = visible & real[None, :]
-        if key_bounds is not None:
-            visible = visible & (keys[None, :] >= first_key[:, None]) & (keys[None, :] < stop[:, None])
-        if attn_mask is not None:
-            exists = (heads < GROUP_SIZE)[:, None] & (keys < hi)[None, :]
-            pointers = mask_pointers(attn_mask, mask_strides, b, h_kv, heads, keys)
-            s, visible = apply_mask_tile(s, visible & exists, pointers, exists & (plain == 0))
-        s = tl.where(visible, s, float("-inf"))
-        if (
-            key_padding is not None or attn_mask is not None or key_bounds is not None
-        ):  # an unwritten slot may hold NaN, and 0 * NaN is NaN
-            live = tl.max(s, axis=0) != float("-inf")
-            v_tile = tl.where(live[:, None], v_tile, 0.0)
-        p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, scale)
-        acc = accumulate(acc, alpha, p, v_tile, PRECISION)
+    for run in tl.static_range(FIRST_RUN, LAST_RUN + 1):
+        for n in tl.range(starts[run], stops[run], BLOCK_N):
+            k_tile = load_rows(k, k_strides, b, h_kv, n, hi, HEAD_DIM, BLOCK_N, BLOCK_D)
+            v_tile = load_rows(v, v_strides, b, h_kv, n, hi, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+            s = products(q_tile, k_tile, PRECISION)  # [BLOCK_H, BLOCK_N]
+            if NATURAL:
+                s = natural_scores(s, sm_scale, softcap)
+            keys = n + tl.arange(0, BLOCK_N)
+            if alibi_slopes is not None:
+                slopes = load_per_head(alibi_slopes, slopes_strides, b, flat_head)
+                s -= slopes[:, None] * tl.abs(offset - keys)[None, :]
+            visible = (keys < hi)[None, :]
+            if run == 0 and key_padding is not None:
+                real = load_padding(key_padding, padding_strides, b, keys, (keys < hi) & (plain == 0))
+                visible = visible & real[None, :]
+            if run == 0 and key_bounds is not None:
+                visible = visible & (keys[None, :] >= first_key[:, None]) & (keys[None, :] < stop[:, None])
+            if run == 0 and attn_mask is not None:
+                exists = (heads < GROUP_SIZE)[:, None] & (keys < hi)[None, :]
+                pointers = mask_pointers(attn_mask, mask_strides, b, h_kv, heads, keys)
+                s, visible = apply_mask_tile(s, visible & exists, pointers, exists & (plain == 0))
+            s = tl.where(visible, s, float("-inf"))
+            if run == 0:  # an unwritten slot may hold NaN, and 0 * NaN is NaN
+                live = tl.max(s, axis=0) != float("-inf")
+                v_tile = tl.where(live[:, None], v_tile, 0.0)
+            p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, scale)
+            acc = accumulate(acc, alpha, p, v_tile, PRECISION)
 
     if sinks is not None:
         alpha, m_i, l_i = with_sink(m_i, l_i, load_per_head(sinks, sinks_strides, b, flat_head))

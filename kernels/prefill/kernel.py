@@ -55,28 +55,24 @@ def _program_tile(seqlen_q, total_heads, heads_per_section, BLOCK_M: tl.constexp
 
 
 @triton.jit
-def _extreme_bounds(key_bounds, strides, b, h, rows, seqlen_q):
-    """Smallest and largest first key, smallest and largest stop of ``rows``, and whether all of them are plain."""
-    first, stop, plain = load_bounds(key_bounds, strides, b, h, rows, seqlen_q)
-    return tl.min(first, 0), tl.max(first, 0), tl.min(stop, 0), tl.max(stop, 0), tl.min(plain, 0)
+def _row_stretches(key_bounds, strides, b, h, rows, offset, seqlen_q, seqlen_k, window_left, window_right):
+    """Keys [start, stop) that bounds and band leave to each of ``rows``, and which rows are plain.
 
-
-@triton.jit
-def _row_stretch(position, bounds, seqlen_k, window_left, window_right):
-    """Keys [start, stop) that band and bounds leave to each row."""
-    start, stop = bounds[0], tl.minimum(bounds[1], seqlen_k)
+    A row past the last repeats it: extremes over a tile are those of its real rows.
+    """
+    rows = tl.minimum(rows, seqlen_q - 1)
+    start, stop, plain = load_bounds(key_bounds, strides, b, h, rows)
+    start, stop = tl.maximum(start, 0), tl.minimum(stop, seqlen_k)
     if window_left is not None:
-        start = tl.maximum(start, position - window_left)
+        start = tl.maximum(start, rows + offset - window_left)
     if window_right is not None:
-        stop = tl.minimum(stop, position + window_right + 1)
-    return start, stop
+        stop = tl.minimum(stop, rows + offset + window_right + 1)
+    return start, tl.maximum(stop, 0), plain
 
 
 @triton.jit
-def _key_runs(
-    first, last, seqlen_k, window_left, window_right, bounds, plain, HAS_TILE_TERMS: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """The runs of the module's picture for rows at positions first..last: edges, multiples of BLOCK_N but hi."""
+def _band_of_tile(first, last, seqlen_k, window_left, window_right):
+    """Keys [lo, hi) that some row at positions first..last sees under the band, and [full_lo, full_hi) that all see."""
     lo = 0
     full_lo = 0
     hi = seqlen_k
@@ -87,17 +83,17 @@ def _key_runs(
     if window_right is not None:
         hi = tl.minimum(tl.maximum(last + window_right + 1, 0), seqlen_k)
         full_hi = tl.minimum(tl.maximum(first + window_right + 1, 0), seqlen_k)
-    if bounds is not None:
-        lo = tl.maximum(lo, bounds[0])
-        full_lo = tl.maximum(full_lo, bounds[1])
-        full_hi = tl.maximum(tl.minimum(full_hi, bounds[2]), 0)
-        hi = tl.maximum(tl.minimum(hi, bounds[3]), 0)
+    return lo, full_lo, full_hi, hi
+
+
+@triton.jit
+def _key_runs(lo, full_lo, full_hi, hi, elementwise, BLOCK_N: tl.constexpr):
+    """The runs of the module's picture: edges, multiples of BLOCK_N but hi. ``elementwise`` makes all of it run 1."""
     lo = lo // BLOCK_N * BLOCK_N
     full_lo = tl.minimum(tl.cdiv(full_lo, BLOCK_N), tl.cdiv(hi, BLOCK_N)) * BLOCK_N
     full_hi = tl.maximum(full_hi // BLOCK_N * BLOCK_N, full_lo)
-    if HAS_TILE_TERMS:  # every block needs an element mask: one run
-        full_lo = tl.where(plain != 0, full_lo, lo)
-        full_hi = tl.where(plain != 0, full_hi, lo)
+    full_lo = tl.where(elementwise, lo, full_lo)
+    full_hi = tl.where(elementwise, lo, full_hi)
     return (lo, full_hi, full_lo), (full_lo, hi, full_hi)
 
 
@@ -148,9 +144,11 @@ def _prefill_kernel(
     BLOCK_DV: tl.constexpr,
 ):
     """Output of BLOCK_M query rows of one head."""
-    HAS_BAND: tl.constexpr = window_left is not None or window_right is not None
     HAS_TILE_TERMS: tl.constexpr = attn_mask is not None or key_padding is not None
     HAS_BIAS: tl.constexpr = attn_mask is not None and attn_mask.dtype.element_ty != tl.int1
+    MAY_HIDE: tl.constexpr = (
+        HAS_TILE_TERMS or key_bounds is not None or window_left is not None or window_right is not None
+    )
     NATURAL: tl.constexpr = softcap is not None or alibi_slopes is not None
     FIRST_RUN: tl.constexpr = 1 if key_bounds is None and (HAS_TILE_TERMS or window_left is None) else 0
     LAST_RUN: tl.constexpr = 1 if key_bounds is None and HAS_TILE_TERMS else 2
@@ -162,11 +160,17 @@ def _prefill_kernel(
     rows = m + tl.arange(0, BLOCK_M)
     offset = load_offset(q_offset, offset_stride, b)
     first, last = m + offset, tl.minimum(m + BLOCK_M, seqlen_q) - 1 + offset
-    bounds, plain = None, 0
-    if key_bounds is not None:
-        bounds = _extreme_bounds(key_bounds, bounds_strides, b, h, rows, seqlen_q)
-        plain = bounds[4]
-    starts, stops = _key_runs(first, last, seqlen_k, window_left, window_right, bounds, plain, HAS_TILE_TERMS, BLOCK_N)
+    if key_bounds is None:
+        plain = False
+        lo, full_lo, full_hi, hi = _band_of_tile(first, last, seqlen_k, window_left, window_right)
+    else:
+        start, stop, plain = _row_stretches(
+            key_bounds, bounds_strides, b, h, rows, offset, seqlen_q, seqlen_k, window_left, window_right
+        )
+        lo, full_lo, full_hi, hi, plain = tl.min(start), tl.max(start), tl.min(stop), tl.max(stop), tl.min(plain) != 0
+    elementwise = HAS_TILE_TERMS and not plain
+    no_gap = (full_lo <= full_hi) and not elementwise  # stretches that meet make one: all of [lo, hi) is seen
+    starts, stops = _key_runs(lo, full_lo, full_hi, hi, elementwise, BLOCK_N)
 
     scale = LOG2E if NATURAL else sm_scale * LOG2E
     q_tile = load_rows(q, q_strides, b, h, m, seqlen_q, HEAD_DIM, BLOCK_M, BLOCK_D)
@@ -188,31 +192,26 @@ def _prefill_kernel(
                 if key_bounds is None:
                     visible = in_band(position, position, keys[None, :], seqlen_k, window_left, window_right)
                 else:
-                    start, stop = _row_stretch(
-                        rows + offset,
-                        load_bounds(key_bounds, bounds_strides, b, h, rows, seqlen_q),
-                        seqlen_k,
-                        window_left,
-                        window_right,
+                    start, stop, _ = _row_stretches(
+                        key_bounds, bounds_strides, b, h, rows, offset, seqlen_q, seqlen_k, window_left, window_right
                     )
                     visible = (keys[None, :] >= start[:, None]) & (keys[None, :] < stop[:, None])
                 live = in_band(first, last, keys, seqlen_k, window_left, window_right)  # seen by some row
                 if key_padding is not None:
-                    real = load_padding(key_padding, padding_strides, b, keys, (keys < seqlen_k) & (plain == 0))
+                    real = load_padding(key_padding, padding_strides, b, keys, (keys < seqlen_k) & (not plain))
                     visible = visible & real[None, :]
                     live = live & real
                 if attn_mask is not None:
                     exists = (rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :]
                     pointers = mask_pointers(attn_mask, mask_strides, b, h, rows, keys)
-                    s, visible = apply_mask_tile(s, visible & exists, pointers, exists & (plain == 0))
+                    s, visible = apply_mask_tile(s, visible & exists, pointers, exists & (not plain))
                 s = tl.where(visible, s, float("-inf"))
-                if attn_mask is not None or key_bounds is not None:
+                patchy = key_bounds is None or not (no_gap and n >= lo and n + BLOCK_N <= hi)
+                if patchy and (attn_mask is not None or key_bounds is not None):
                     live = tl.max(s, axis=0) != float("-inf")
             p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, LOG2E if run != 2 and HAS_BIAS else scale)
             v_tile = load_rows(v, v_strides, b, h_kv, n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
-            if run != 2 and (
-                HAS_BAND or HAS_TILE_TERMS or key_bounds is not None
-            ):  # a cache tail may hold NaN, and 0 * NaN is NaN
+            if run != 2 and MAY_HIDE and patchy:  # a cache tail may hold NaN, and 0 * NaN is NaN
                 v_tile = tl.where(live[:, None], v_tile, 0.0)
             acc = accumulate(acc, alpha, p, v_tile, PRECISION)
 

@@ -107,7 +107,7 @@ def compile_prefill(width, dtype, descriptors, terms):
         mock.patch.object(prefill_launch, "_prefill_kernel", kernel),
         mock.patch.object(prefill_launch, "uses_descriptors", return_value=descriptors),
     ):
-        config = prefill_configs.table(dtype, descriptors)[width]
+        config = prefill_configs.table(dtype, descriptors, terms == "bounds and mask")[width]
         prefill_launch.prefill(make_call(width, 256, dtype, TERMS[terms]), config)
     return facts(kernel.compiled)
 

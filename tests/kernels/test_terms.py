@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from attnpatch.dispatch import load_backend
 from attnpatch.kernels.decode.launch import decode
+from attnpatch.kernels.reference import hidden_keys
 from attnpatch.testing.inputs import check_backend, key_bounds, random_call
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|divide by zero):RuntimeWarning")  # numpy's, not a kernel's
@@ -142,12 +143,23 @@ def test_what_lies_outside_of_the_bounds_does_not_count(kernel):
     check_backend(backend, poisoned(call, ((first > ROW) | (stop <= ROW))[:, 0, None]))
 
 
-def test_what_no_row_of_a_tile_sees_does_not_count():
-    """Between two stretches of one tile of rows."""
-    far = ROW >= 100
-    call = call_for(70, key_bounds=key_bounds(torch.where(far, 80, 0), torch.where(far, 130, 50)))
-    dead = ((ROW >= 50) & (ROW < 80)) | (ROW >= 130)
-    check_backend(load_backend("triton.prefill"), poisoned(call, dead[None, None]))
+LATE = ROW >= 120
+
+UNSEEN = {
+    "between two stretches": {"key_bounds": key_bounds(torch.where(LATE, 80, 0), torch.where(LATE, 130, 50))},
+    "left of a window": {"key_bounds": key_bounds(torch.where(LATE, 10, 70), KEYS), "window_left": 60},
+    "right of the diagonal": {"key_bounds": key_bounds(0, torch.where(LATE, 50, KEYS)), "window_right": 0},
+    "beside a row that sees nothing": {"key_bounds": key_bounds(torch.where(LATE, 30, 60), torch.where(LATE, 30, 99))},
+}
+
+
+@pytest.mark.parametrize("terms", UNSEEN.values(), ids=UNSEEN)
+def test_what_no_row_of_a_tile_sees_does_not_count(terms):
+    """The ends of the tile's stretches do not tell."""
+    call = call_for(64, **terms)
+    dead = hidden_keys(call).all(dim=2).all(dim=1, keepdim=True)
+    assert dead.any()
+    check_backend(load_backend("triton.prefill"), poisoned(call, dead))
 
 
 def test_what_a_bias_hides_does_not_count(kernel):
