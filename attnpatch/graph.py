@@ -208,7 +208,10 @@ def memory(node: Node) -> Any:
     """
     tensor = value(node)
     if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-        return tensor.untyped_storage()._cdata
+        try:
+            return tensor.untyped_storage()._cdata
+        except NotImplementedError:  # inside vmap
+            return root(node)
     return root(node)
 
 

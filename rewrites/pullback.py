@@ -70,10 +70,18 @@ class Pullback:
         finally:
             self.now = reader
 
+    def indices(self, reader: Node, tensors: list[Node], lead: tuple[Affine, ...]) -> list[Any]:
+        """The elements of tensors that index another one: looked through even where that one is not."""
+        views_only, self.views_only = self.views_only, False
+        try:
+            return [self.operand(reader, t, lead) for t in tensors]
+        finally:
+            self.views_only = views_only
+
     def inside(self, x: Any, indices: tuple[Affine, ...]) -> Any:
         """The element of a tensor inside vmap, which no code outside can load."""
         result = self.element(x, indices)
-        if any(_is_inside_vmap(load.node) for load in loads(result)):
+        if any(_vmap_levels(load.node) for load in loads(result)):
             raise Unknown(x)
         return result
 
@@ -89,15 +97,16 @@ class Pullback:
         return self.element(x, ())
 
 
-def _is_inside_vmap(node: Node, depth: int = 32) -> bool:
-    """Whether ``node`` is made inside vmap: what it is made of enters one and does not leave it."""
+def _vmap_levels(node: Node, depth: int = 32) -> set[int]:
+    """The levels of vmap that ``node`` is inside of: those that what it is made of enters and does not leave."""
+    levels: set[int] = set()
+    for x in node.all_input_nodes if depth else ():
+        levels |= _vmap_levels(x, depth - 1)
     if op(node) == "_add_batch_dim":
-        return True
-    return (
-        bool(depth)
-        and op(node) != "_remove_batch_dim"
-        and any(_is_inside_vmap(x, depth - 1) for x in node.all_input_nodes)
-    )
+        levels.add(node.args[2])  # type: ignore[arg-type]
+    if op(node) == "_remove_batch_dim":
+        levels.discard(node.args[1])
+    return levels
 
 
 def broadcast(indices: tuple[Affine, ...], x: Node) -> tuple[Affine, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from attnpatch.affine import Affine, scalar_affine
-from attnpatch.graph import arg, normal_dim, op, shape, value
+from attnpatch.graph import arg, is_tensor, normal_dim, op, shape, value
 from attnpatch.rewrites.expressions import Unknown
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def _getitem(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
         raise Unknown(node)
     as_tuple = isinstance(items, tuple) or op(node) == "index"
     items = list(items) if as_tuple else [items]
-    if any(isinstance(i, Node) and isinstance(value(i), Tensor) and value(i).dim() > 0 for i in items):
+    batched = bool(pull.levels) and any(is_tensor(i) for i in items)  # a scalar in vmap is a tensor outside of it
+    if op(node) == "index" or batched or any(is_tensor(i) and value(i).dim() > 0 for i in items):
         return _gather(pull, node, source, items, indices)
     return pull.element(source, _sliced(node, source, items, list(indices)))
 
@@ -110,7 +111,7 @@ def _gather(pull: Pullback, node: Node, source: Node, items: list[Any], indices:
         raise Unknown(node)
     rest = len(shape(source)) - len(tensors)
     lead = indices[: len(indices) - rest]
-    where = [pull.operand(node, t, lead) for t in tensors]
+    where = pull.indices(node, tensors, lead)
     if not all(isinstance(i, Affine) and min(i.constant, 0, *i.coefficients.values()) == 0 for i in where):
         raise Unknown(node)  # a negative position counts from the end
     return pull.element(source, (*where, *indices[len(indices) - rest :]))

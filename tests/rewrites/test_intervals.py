@@ -113,3 +113,19 @@ def test_valid_length_of_each_sequence():
 @pytest.mark.parametrize("size", [1, 2, 12, 50])
 def test_chunk_sizes(size):
     check(lambda q, k: k // size == q // size, f"chunk {size}")
+
+
+def test_mask_built_by_vmap():
+    """Multimodal decoders build the mask of their sliding layers by vmap over a function of indices."""
+
+    def mask(q, k, kinds):
+        ids = image_ids(kinds)
+
+        def visible(b, i, j):
+            return ((j <= i) & (j > i - 3)) | ((ids[b, i] == ids[b, j]) & (ids[b, i] >= 0))
+
+        over_keys = torch.vmap(visible, in_dims=(None, None, 0))
+        over_rows = torch.vmap(over_keys, in_dims=(None, 0, None))
+        return torch.vmap(over_rows, in_dims=(0, None, None))(torch.arange(B), q[:, 0], k[0])[:, None]
+
+    check(mask, "causal or blocks", KINDS)
