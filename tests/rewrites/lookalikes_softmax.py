@@ -34,6 +34,13 @@ def part_of_the_probabilities(q, k, v):
     return scaled(q, k).softmax(-1)[..., : S // 2] @ v[:, :, : S // 2]
 
 
+@refused("concatenated with others")
+def sink_in_front(q, k, v):
+    """The learned logit first, and the last key cut off instead of it."""
+    scores = torch.cat([torch.zeros(B, H, S, 1), scaled(q, k)], dim=-1)
+    return scores.softmax(-1)[..., :-1] @ v
+
+
 @refused("not one logit per head")
 def sink_that_depends_on_the_scores(q, k, v):
     scores = scaled(q, k)

@@ -10,6 +10,7 @@ from . import lookalikes_softmax  # noqa: F401  enters its functions in REFUSED
 from .disguises import EITHER_WAY
 from .lookalikes import REFUSED, B, D, H, S
 from .no_attention import NO_SITE
+from .written_terms import WRITTEN
 
 
 def qkv():
@@ -39,8 +40,18 @@ def test_no_site(function):
     assert unchanged(function, *qkv()).sites == []
 
 
+@pytest.mark.parametrize("function", WRITTEN, ids=[f.__name__ for f in WRITTEN])
+def test_terms_written_after_they_were_read(function):
+    assert_same_either_way(function)
+
+
 @pytest.mark.parametrize("function", EITHER_WAY, ids=[f.__name__ for f in EITHER_WAY])
 def test_attention_in_disguise(function):
+    assert_same_either_way(function)
+
+
+def assert_same_either_way(function):
+    """What the compiled ``function`` returns is the same within rounding, with the same random numbers."""
     args, outputs = qkv(), []
     for run in (lambda f, *a: record(f, *a).output, lambda f, *a: f(*a), run_float64):
         torch.manual_seed(1)
