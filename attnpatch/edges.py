@@ -176,7 +176,7 @@ class EdgeEmitter:
         start = row - Affine({"q": 1})
         if start == Affine() and str(shape(ids)[-1]) == str(shape(self.q)[2]):
             return ids
-        return self.emit("index_select", ids, -1, self._affine(row))
+        return self.emit("index_select", ids, -1, self._as_tensor(self._affine(row)))
 
     def _search(self, x: Search) -> Node:
         ids = x.ids

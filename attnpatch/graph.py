@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 _SAME_AS = {
     "truediv": "div", "true_divide": "div", "divide": "div", "itruediv": "div_", "imul": "mul_", "iadd": "add_",
     "isub": "sub_", "multiply": "mul", "subtract": "sub", "negative": "neg", "and_": "and", "or_": "or",
-    "__and__": "and", "__or__": "or", "bitwise_and": "and", "bitwise_or": "or", "logical_and": "and",
-    "logical_or": "or", "iand": "and_", "ior": "or_", "invert": "not", "inv": "not", "__invert__": "not",
+    "bitwise_and": "and", "bitwise_or": "or", "logical_and": "and",
+    "logical_or": "or", "iand": "and_", "ior": "or_", "invert": "not", "inv": "not",
     "bitwise_not": "not", "logical_not": "not", "less_equal": "le", "less": "lt", "greater_equal": "ge",
     "greater": "gt", "not_equal": "ne", "swapaxes": "transpose", "swapdims": "transpose", "absolute": "abs",
     "concat": "cat", "concatenate": "cat", "_softmax": "softmax", "_to_copy": "to", "_unsafe_view": "view",
@@ -72,11 +72,13 @@ def op(node: Any) -> str:
         return ""
     target = node.target
     if isinstance(target, str):
-        return _SAME_AS.get(target, target)
-    if isinstance(target, torch._ops.OpOverload):
+        name = target
+    elif isinstance(target, torch._ops.OpOverload):
         name = target._schema.name.split("::")[-1]
     else:
         name = getattr(target, "__name__", str(target))
+    if name.startswith("__") and name.endswith("__"):
+        name = name[2:-2]
     return _SAME_AS.get(name, name)
 
 

@@ -150,10 +150,10 @@ def _chunk(left: FloorDiv, right: FloorDiv) -> Interval:
     """``(k + s) // c == (q + t) // c``."""
     of_k, of_q = (left, right) if left.numerator["k"] else (right, left)
     shift = of_k.numerator - K
-    if of_k.numerator["k"] != 1 or shift["q"] or of_q.numerator["k"] or of_q.numerator["q"] != 1:
+    if of_k.numerator["k"] != 1 or shift["q"] or of_q.numerator["k"] or of_q.numerator["q"] not in (0, 1):
         raise NoInterval
     floor = Floor(of_q.numerator, of_k.divisor)
-    own = of_q.numerator - shift - Q
+    own = of_q.numerator - shift - Q if of_q.numerator["q"] else None  # a single row is always at q = 0
     return Interval((floor, -shift), (floor, -shift + of_k.divisor), own, f"chunk {of_k.divisor}")
 
 
@@ -162,13 +162,13 @@ def _same_id(left: Load, right: Load) -> Interval:
     of_k, of_q = (left, right) if left.indices[-1]["k"] else (right, left)
     shift, row = of_k.indices[-1] - K, of_q.indices[-1]
     same_rest = of_k.indices[:-1] == of_q.indices[:-1] and len(of_k.indices) in (1, 2)
-    if of_k.indices[-1]["k"] != 1 or row["q"] != 1 or row["k"] or shift != Affine() or not same_rest:
+    if of_k.indices[-1]["k"] != 1 or row["q"] not in (0, 1) or row["k"] or shift != Affine() or not same_rest:
         raise NoInterval
     runs = is_running_sum(of_k.node)
     if not runs and not numbers_runs(of_k.node):
         raise NoInterval
     first, stop = (Search(of_k.node, row, right=r, by_runs=not runs) for r in (False, True))
-    return Interval(first, stop, row - Q, "documents" if runs else "blocks")
+    return Interval(first, stop, row - Q if row["q"] else None, "documents" if runs else "blocks")
 
 
 def is_running_sum(node: Any) -> bool:

@@ -129,3 +129,24 @@ def test_mask_built_by_vmap():
         return torch.vmap(over_rows, in_dims=(0, None, None))(torch.arange(B), q[:, 0], k[0])[:, None]
 
     check(mask, "causal or blocks", KINDS)
+
+
+def test_chunks_of_one_new_token():
+    """The only row has no index in the mask, and the keys of a sliding cache do not begin at 0."""
+    pads = torch.tensor([0, 3])
+    check(
+        lambda q, k, p: (k <= q) & ((k + 4 - p[:, None, None, None]) // 5 == (q + 4 - p[:, None, None, None]) // 5),
+        "causal, chunk 5",
+        pads,
+        seqlen_q=1,
+    )
+
+
+def test_documents_of_one_row():
+    ids = torch.tensor([[0, 0, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2]] * B)
+
+    def mask(q, k, ids):
+        ids = (ids > 0).cumsum(-1)
+        return ids[:, None, -1:, None] == ids[:, None, None, :]
+
+    check(mask, "documents", ids, seqlen_q=1)
