@@ -71,6 +71,13 @@ def _row_stretches(key_bounds, strides, b, h, rows, offset, seqlen_q, seqlen_k, 
 
 
 @triton.jit
+def _see_themselves(start, stop, rows, offset, seqlen_q):
+    """Whether each row's stretch holds the row's own position: then the stretches of a tile leave no gap."""
+    position = tl.minimum(rows, seqlen_q - 1) + offset
+    return tl.min(((start <= position) & (position < stop)).to(tl.int32)) != 0
+
+
+@triton.jit
 def _band_of_tile(first, last, seqlen_k, window_left, window_right):
     """Keys [lo, hi) that some row at positions first..last sees under the band, and [full_lo, full_hi) that all see."""
     lo = 0
@@ -161,15 +168,17 @@ def _prefill_kernel(
     offset = load_offset(q_offset, offset_stride, b)
     first, last = m + offset, tl.minimum(m + BLOCK_M, seqlen_q) - 1 + offset
     if key_bounds is None:
-        plain = False
+        plain, scattered = False, True
         lo, full_lo, full_hi, hi = _band_of_tile(first, last, seqlen_k, window_left, window_right)
+        elementwise = HAS_TILE_TERMS
     else:
-        start, stop, plain = _row_stretches(
+        start, stop, row_plain = _row_stretches(
             key_bounds, bounds_strides, b, h, rows, offset, seqlen_q, seqlen_k, window_left, window_right
         )
-        lo, full_lo, full_hi, hi, plain = tl.min(start), tl.max(start), tl.min(stop), tl.max(stop), tl.min(plain) != 0
-    elementwise = HAS_TILE_TERMS and not plain
-    no_gap = (full_lo <= full_hi) and not elementwise  # stretches that meet make one: all of [lo, hi) is seen
+        lo, full_lo, full_hi, hi = tl.min(start), tl.max(start), tl.min(stop), tl.max(stop)
+        plain = tl.min(row_plain) != 0
+        elementwise = HAS_TILE_TERMS and not plain
+        scattered = elementwise or not (full_lo <= full_hi or _see_themselves(start, stop, rows, offset, seqlen_q))
     starts, stops = _key_runs(lo, full_lo, full_hi, hi, elementwise, BLOCK_N)
 
     scale = LOG2E if NATURAL else sm_scale * LOG2E
@@ -191,12 +200,10 @@ def _prefill_kernel(
             if run != 2:
                 if key_bounds is None:
                     visible = in_band(position, position, keys[None, :], seqlen_k, window_left, window_right)
+                    live = in_band(first, last, keys, seqlen_k, window_left, window_right)  # seen by some row
                 else:
-                    start, stop, _ = _row_stretches(
-                        key_bounds, bounds_strides, b, h, rows, offset, seqlen_q, seqlen_k, window_left, window_right
-                    )
                     visible = (keys[None, :] >= start[:, None]) & (keys[None, :] < stop[:, None])
-                live = in_band(first, last, keys, seqlen_k, window_left, window_right)  # seen by some row
+                    live = (keys >= lo) & (keys < hi)  # if the rows' stretches leave no gap
                 if key_padding is not None:
                     real = load_padding(key_padding, padding_strides, b, keys, (keys < seqlen_k) & (not plain))
                     visible = visible & real[None, :]
@@ -206,12 +213,12 @@ def _prefill_kernel(
                     pointers = mask_pointers(attn_mask, mask_strides, b, h, rows, keys)
                     s, visible = apply_mask_tile(s, visible & exists, pointers, exists & (not plain))
                 s = tl.where(visible, s, float("-inf"))
-                patchy = key_bounds is None or not (no_gap and n >= lo and n + BLOCK_N <= hi)
-                if patchy and (attn_mask is not None or key_bounds is not None):
+                if scattered and (attn_mask is not None or key_bounds is not None):
                     live = tl.max(s, axis=0) != float("-inf")
             p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, LOG2E if run != 2 and HAS_BIAS else scale)
             v_tile = load_rows(v, v_strides, b, h_kv, n, seqlen_k, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
-            if run != 2 and MAY_HIDE and patchy:  # a cache tail may hold NaN, and 0 * NaN is NaN
+            # A cache tail may hold NaN, and 0 * NaN is NaN.
+            if run != 2 and MAY_HIDE and (scattered or n < lo or n + BLOCK_N > hi):
                 v_tile = tl.where(live[:, None], v_tile, 0.0)
             acc = accumulate(acc, alpha, p, v_tile, PRECISION)
 

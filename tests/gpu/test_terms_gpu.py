@@ -9,6 +9,7 @@ import torch
 from attnpatch import masking, ops
 from attnpatch.dispatch import load_backend
 from attnpatch.kernels.decode.launch import decode
+from attnpatch.kernels.reference import hidden_keys
 from attnpatch.testing.inputs import check_backend, key_bounds, random_call
 from attnpatch.testing.samples import check_samples
 
@@ -124,8 +125,8 @@ def test_where_rows_are_plain_no_mask_is_read(kernel, wrong):
     """A mask that breaks the promise shows that nobody looks."""
     backend, rows = kernel
     call = call_for(rows, key_bounds=BOUNDS["documents"], **MASKS[wrong])
-    o, unmasked = backend.run(call), backend.run(call._replace(attn_mask=None, key_padding=None))
-    torch.testing.assert_close(o, unmasked)
+    masked = backend._replace(run=lambda unmasked: backend.run(call))
+    check_backend(masked, call._replace(attn_mask=None, key_padding=None))
 
 
 def test_what_lies_outside_of_the_bounds_does_not_count(kernel):
@@ -135,11 +136,23 @@ def test_what_lies_outside_of_the_bounds_does_not_count(kernel):
     check_backend(backend, poisoned(call, ((first > ROW) | (stop <= ROW))[:, 0]))
 
 
-def test_what_no_row_of_a_tile_sees_does_not_count():
-    """Between two stretches of one tile of rows."""
-    far = ROW >= KEYS - 20
-    call = call_for(333, key_bounds=key_bounds(torch.where(far, 400, 0), torch.where(far, KEYS, 200)))
-    check_backend(load_backend("triton.prefill"), poisoned(call, ((ROW >= 200) & (ROW < 400))[None]))
+LATE = ROW >= KEYS - 20
+
+UNSEEN = {
+    "between two stretches": {"key_bounds": key_bounds(torch.where(LATE, 400, 0), torch.where(LATE, KEYS, 200))},
+    "left of a window": {"key_bounds": key_bounds(torch.where(LATE, 10, 660), KEYS), "window_left": 60},
+    "right of the diagonal": {"key_bounds": key_bounds(0, torch.where(LATE, 50, KEYS)), "window_right": 0},
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("terms", UNSEEN.values(), ids=UNSEEN)
+def test_what_no_row_of_a_tile_sees_does_not_count(terms, head_dim):
+    """The ends of the tile's stretches do not tell."""
+    call = call_for(64, head_dim=head_dim, **terms)
+    dead = hidden_keys(call).all(dim=2).all(dim=1)
+    assert dead.any()
+    check_backend(load_backend("triton.prefill"), poisoned(call, dead))
 
 
 @pytest.mark.parametrize("window_left", [None, 99], ids=["causal", "window"])
