@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from attnpatch.affine import Affine
 from attnpatch.edges import EdgeEmitter, scalar_nodes
-from attnpatch.graph import VIEWS, Writes, emit, erase_dead, is_tensor, op, shape, value
+from attnpatch.graph import VIEWS, Writes, emit, erase_dead, is_tensor, op, shape, value, written_by
 from attnpatch.rule import Operand, Site, Streamed, Terms
 
 
@@ -221,6 +221,8 @@ class Emitter:
 def _breaks_a_view(output: Any, node: Node) -> bool:
     """Whether a view after ``node``, which is contiguous in the original, fails on the strides of ``output``."""
     for user in node.users:
+        if written_by(user) == [node] and value(user) is value(node) and _breaks_a_view(output, user):
+            return True
         if op(user) not in VIEWS or user.args[0] is not node:
             continue
         try:

@@ -222,6 +222,7 @@ def follow_writes(graph: Graph) -> None:
 
     Then each value has one node, as rules expect, however the lines before used the variable.
     """
+    _fill_by_name(graph)
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         target = node.args[0] if node.args else None
@@ -230,6 +231,18 @@ def follow_writes(graph: Graph) -> None:
         if written_by(node) == [target] and value(node) is value(target):
             for user in [user for user in target.users if position[user] > position[node]]:
                 user.replace_input_with(target, node)
+
+
+def _fill_by_name(graph: Graph) -> None:
+    """``x[mask] = number`` is ``x.masked_fill_(mask, number)`` where the mask has x's shape."""
+    for node in [n for n in graph.nodes if op(n) == "setitem"]:
+        x, mask, number = node.args
+        fills = is_tensor(x) and is_tensor(mask) and isinstance(number, (int, float))
+        if fills and value(mask).dtype == torch.bool and shape(mask) == shape(x):
+            with graph.inserting_before(node):
+                filled = graph.call_method("masked_fill_", (x, mask, number))
+            filled.meta = {**node.meta, "example_value": value(x)}
+            graph.erase_node(node)
 
 
 class Writes:

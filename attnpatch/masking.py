@@ -18,9 +18,14 @@ FLOAT16_MIN = -65504.0
 """``finfo(float16).min``, the one dtype minimum above EXCLUDE_AT_OR_BELOW."""
 
 
-def is_excluding(value: float) -> bool:
-    """Whether a masking constant removes the key (True) or is a bias (False)."""
-    return value <= EXCLUDE_AT_OR_BELOW or value == FLOAT16_MIN
+SCALED_EXCLUDE_AT_OR_BELOW = -1e6
+"""What an excluding constant must still be after the factor that scales scores and mask together."""
+
+
+def is_excluding(value: float, factor: float = 1.0) -> bool:
+    """Whether a masking constant, later multiplied by ``factor``, removes the key (True) or is a bias (False)."""
+    excludes = value <= EXCLUDE_AT_OR_BELOW or value == FLOAT16_MIN
+    return excludes and (factor == 1.0 or value * factor <= SCALED_EXCLUDE_AT_OR_BELOW)
 
 
 def excluded(attn_mask: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
 from attnpatch.affine import Affine
 from attnpatch.axes import Axes, Dims, Layout
@@ -223,7 +224,8 @@ def _roles(walk: Walk, k: Operand) -> Roles:
     summed = [x for x in left if x and x in right and x not in out]
     alone = [x for x in of_k if x and (x not in left or x not in right)]
     if len(summed) != 1 or len(alone) != 1:
-        raise Refused(f"the product of q and k sums over {len(summed)} dimensions ({place(walk.scores[-1])})")
+        where = place(walk.scores[-1])
+        raise Refused(f"what is multiplied last before softmax is no q k^T: it sums over {summed} ({where})")
     return Roles(
         tuple(dims[x] for x in out if x and x in left and x in right),
         tuple(dims[x] for x in out if x and x not in of_k),
@@ -292,9 +294,11 @@ def _check_zeroed(walk: Walk, fold: Fold) -> None:
 
 def _only_reader(node: Node) -> Node:
     readers = [user for user in node.users if _reads(user) or op(user) in ("view_as", "reshape_as", "type_as")]
-    if len(readers) == 1 and readers[0].all_input_nodes.count(node) == sum(x is node for x in readers[0].args):
+    if len(readers) == 1 and sum(x is node for x in tree_leaves((readers[0].args, readers[0].kwargs))) == 1:
         return readers[0]
-    others = [r for r in readers if not _product_below_or_is(r)] or readers[1:]
+    others = [r for r in readers if not _product_below_or_is(r)] or readers[-1:]
+    if not others:
+        raise Refused(f"nobody reads the attention probabilities ({place(node)})")
     raise Refused(f"the attention probabilities are also read by {_reader(others[0])}")
 
 
@@ -316,7 +320,8 @@ def _check_dropout(node: Node) -> None:
 
 def _lse(walk: Walk, fold: Fold, inside: set[Node], layout: Layout, writes: Writes) -> Operand | None:
     """The one other reader of the scores that attention can serve: their logsumexp. Refuses every further one."""
-    outside = [(node, user) for node in fold.interior for user in node.users if user not in inside and _reads(user)]
+    read_inside = [*fold.interior, *walk.softmax.interior]
+    outside = [(node, user) for node in read_inside for user in node.users if user not in inside and _reads(user)]
     if not outside:
         return None
     node, user = outside[0]
@@ -365,8 +370,10 @@ _SHAPE_READERS = frozenset(
 
 
 def _reads(user: Node) -> bool:
-    """Whether ``user`` needs the values: neither dead nor after the shape alone."""
-    return bool(user.users or written_by(user) or user.op == "output") and op(user) not in _SHAPE_READERS
+    """Whether ``user`` needs the values: neither dead, with all that reads it, nor after the shape alone."""
+    if user.op == "output" or written_by(user):
+        return True
+    return op(user) not in _SHAPE_READERS and any(_reads(x) for x in user.users)
 
 
 RULE = Rule("eager_attention", candidates, match)

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from attnpatch.affine import Affine
 from attnpatch.axes import Axes, Dims, Layout
@@ -136,7 +137,7 @@ class MaskReader:
         if kind != "additive":
             condition = as_condition(element)
             return [condition if kind == "keep" else Not(condition)], []
-        conditions, biases = _parts(element, math.copysign(1.0, factor))
+        conditions, biases = _parts(element, factor)
         slopes = [bias for bias in biases if isinstance(bias, Sloped)]
         if slopes:
             self._slope(slopes, factor)
@@ -170,10 +171,15 @@ class MaskReader:
         if any(i != Affine() and i not in plain for i in bias.indices):
             raise Unknown(bias)
         own = tuple(plain.get(i, ()) for i in bias.indices)
-        whole = all(self._is_one(n) for i, n in zip(own, shape(bias.node), strict=True) if i == ())
-        if not whole:
+        if not all(self._has_size(n, dim) for n, dim in zip(shape(bias.node), own, strict=True)):
             raise Unknown(bias)
         return Streamed(self._arranged(bias.node, own, self.layout.scores), "additive", factor)
+
+    def _has_size(self, size: Any, dim: tuple[str, ...]) -> bool:
+        total: Any = 1
+        for axis in dim:
+            total = total * self.axes.sizes[axis]
+        return bool(statically_known_true(size == total))
 
     def _constrain(self, condition: Any) -> bool:
         """Take in a condition under which a key is visible; False when some part of it is not a term."""
@@ -268,6 +274,8 @@ class MaskReader:
         elif right is not None:
             terms.q_offset, terms.window_right = right, 0
             terms.window_left = None if width is None else width.constant
+        elif left is not None and left.is_constant and left.constant >= 0:
+            terms.window_left = left.constant
         elif left is not None:
             terms.q_offset, terms.window_left = -left, 0
 
@@ -297,25 +305,25 @@ class MaskReader:
         return best
 
 
-def _parts(x: Any, sign: float) -> tuple[list[Any], list[Any]]:
-    """The conditions under which an additive mask, times ``sign``, does not exclude, and what it adds then."""
+def _parts(x: Any, factor: float) -> tuple[list[Any], list[Any]]:
+    """The conditions under which an additive mask, times ``factor``, does not exclude, and what it adds then."""
     constant = number(x)
-    if constant is not None and math.isfinite(constant) and not is_excluding(constant * sign):
+    if constant is not None and math.isfinite(constant) and not _excludes(x, factor):
         return [], []  # the same for every key: softmax does not see it
     if isinstance(x, Sum):
-        left, right = _parts(x.left, sign), _parts(x.right, sign)
+        left, right = _parts(x.left, factor), _parts(x.right, factor)
         return left[0] + right[0], left[1] + right[1]
     if isinstance(x, Where):
         for hides, condition, rest in ((x.otherwise, x.condition, x.then), (x.then, Not(x.condition), x.otherwise)):
-            if _excludes(hides, sign):
-                conditions, biases = _parts(rest, sign)
+            if _excludes(hides, factor):
+                conditions, biases = _parts(rest, factor)
                 return [condition, *conditions], biases
     return [], [x]
 
 
-def _excludes(x: Any, sign: float) -> bool:
+def _excludes(x: Any, factor: float) -> bool:
     constant = number(x)
-    return constant is not None and is_excluding(constant * sign)
+    return constant is not None and is_excluding(math.copysign(constant, constant * factor), abs(factor))
 
 
 def words(terms: Terms) -> str:

@@ -34,6 +34,7 @@ class Fold:
         softcap: cap, once a tanh was passed.
         scales: tensors and SymFloats that scale the scores, with "mul" or "div".
         sinks: the node whose logits joined the scores, or a number that did.
+        widened: whether the current node has the sinks as a column of its own.
         shifted: whether something constant along the keys was subtracted.
         interior: nodes passed.
     """
@@ -45,6 +46,7 @@ class Fold:
         self.softcap: float | None = None
         self.scales: list[tuple[Operand, str]] = []
         self.sinks: Node | float | None = None
+        self.widened = False
         self.shifted = False
         self.interior: list[Node] = []
 
@@ -74,6 +76,7 @@ class Fold:
 
     def walk(self, path: list[Node], dims: dict[Node, Dims]) -> None:
         """Fold the nodes of ``path``, from the softmax up, without the product at its end."""
+        self.widened = any(op(node) == "cat" for node in path)
         for node in path[:-1]:
             self.dims, self.masks.pull.now = dims[node], node
             STEPS[op(node)](self, node)
@@ -156,6 +159,8 @@ def _tanh(fold: Fold, node: Node) -> None:
 
 def _refuse_early_mask(fold: Fold, node: Node) -> None:
     """A mask can only be the last thing that happens to the scores, constant factors apart."""
+    if fold.widened:
+        raise Refused(f"a mask is applied to the scores and the sinks together ({place(node)})")
     if fold.softcap is not None:
         raise Refused(f"a mask is applied before the softcap ({place(node)})")
     if fold.scales:
@@ -223,7 +228,7 @@ def _exclude(fold: Fold, node: Node, path: Any, mask: Node, fill: Any, kind: str
     constant = fold.constant(fill)
     if not is_tensor(path) or shape(path) != shape(node):
         raise Refused(f"{op(node)} at {place(node)} broadcasts the scores")
-    if constant is None or not is_excluding(constant):
+    if constant is None or not is_excluding(constant, fold.factor):
         raise Refused(f"hidden scores become {_said(fill)} at {place(node)}, which does not exclude them")
     _refuse_early_mask(fold, node)
     fold.masks.add(mask, kind, 1.0, fold.dims)
@@ -247,7 +252,7 @@ def _cat(fold: Fold, node: Node) -> None:
         raise Refused(f"the scores are concatenated with others at {place(node)}")
     if fold.sinks is not None or fold.softcap is not None or fold.factor != 1.0 or fold.scales:
         raise Refused(f"the sinks that join the scores at {place(node)} are scaled")
-    fold.sinks = fold.masks.per_head(others[0], fold.dims)
+    fold.sinks, fold.widened = fold.masks.per_head(others[0], fold.dims), False
 
 
 def _is_one(size: Any) -> bool:
@@ -294,6 +299,7 @@ def ancestors(node: Node, limit: int = 48) -> Iterator[Node]:
             continue
         seen.add(x)
         yield x
+        pending.extend(y for user in x.users if op(user) == "setitem" for y in user.all_input_nodes)
         mixes = (
             is_tensor(x) and same_size(x, node) and any(is_tensor(y) and same_size(y, node) for y in x.all_input_nodes)
         )

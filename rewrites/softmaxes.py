@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import Node
 
-from attnpatch.graph import arg, is_tensor, normal_dim, op
+from attnpatch.graph import arg, is_tensor, normal_dim, op, shape
 
 
 class Softmax(NamedTuple):
@@ -48,7 +48,9 @@ def is_softmax(node: Node) -> bool:
 def _is_unfinished(node: Node) -> bool:
     """Exponentials that are summed, and divided by something else than their sum, or only after the product."""
     if op(node) == "div" and op(arg(node, 0, "input")) == "exp":
-        return any(op(x) == "sum" for x in arg(node, 0, "input").users)
+        return op(arg(node, 1, "other")) in ("sum", "add")
+    if op(node) == "log_softmax":
+        return all(op(x) != "exp" for x in node.users)
     readers = {op(x) for x in node.users} if op(node) == "exp" else set()
     return "sum" in readers and not readers & {"div", "div_"}
 
@@ -84,7 +86,9 @@ def _over(node: Node, inner: Node, interior: tuple[Node, ...], dim: Any, added: 
     scores = arg(inner, 0, "input")
     if not is_tensor(scores):
         return None
-    return Softmax(node, scores, normal_dim(scores, -1 if dim is None else dim), dim, interior, added)
+    if dim is None:  # what torch chooses
+        dim = 0 if len(shape(scores)) in (0, 1, 3) else 1
+    return Softmax(node, scores, normal_dim(scores, dim), dim, interior, added)
 
 
 def _written_out(node: Node) -> Softmax | None:
