@@ -40,6 +40,8 @@ class Emitter:
         if lse is not None and site.lse is not None:
             site.lse.node.replace_all_uses_with(lse)
             erase_dead(self.graph, [site.lse.node])
+        for node in site.interior:
+            _erase_unread(self.graph, node, {*site.interior, site.anchor})
         erase_dead(self.graph, [site.anchor, *reversed(site.interior)])
 
     def _emit(self, target: Any, *args: Any, like: Node, **kwargs: Any) -> Node:
@@ -233,6 +235,14 @@ def _breaks_a_view(output: Any, node: Node) -> bool:
         if isinstance(viewed, torch.Tensor) and _breaks_a_view(viewed, user):
             return True
     return False
+
+
+def _erase_unread(graph: Graph, node: Node, inside: set[Node]) -> None:
+    """Erase what reads ``node`` and is read by nobody itself: it would keep all of attention alive."""
+    for user in [] if node._erased else list(node.users):
+        if user not in inside and not user._erased:
+            _erase_unread(graph, user, inside)
+            erase_dead(graph, [user])
 
 
 def _rerun(user: Node, x: Any) -> Any:
