@@ -1,15 +1,16 @@
-# make demo | test | test-checkpoint | gpu | lint | bench | dev | wheel | clean
+# make demo | test | test-checkpoint | coverage | gpu | lint | bench | dev | wheel | clean
 # Everything but gpu and bench runs in .venv, which is set up on first use and again when the pins change.
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+NEXT := build/transformers-5.24.0
 
 # Waiting OpenMP threads sleep instead of spinning: on a machine shared with other work, 32 tokens of SmolLM2 on two
 # cores took 2.7 to 7.8 s this way, and 12 to 23 s spinning.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-checkpoint gpu bench lint format wheel dev clean
+.PHONY: demo test test-checkpoint coverage gpu bench lint format wheel dev clean
 
 demo: $(READY)
 	$(BIN)/python -m attnpatch demo $(ARGS)
@@ -19,6 +20,14 @@ test: $(READY)
 
 test-checkpoint: $(READY)
 	@$(BIN)/python -m pytest -m checkpoint $(ARGS)
+
+# Every family on the pinned transformers, then on a newer one, of which the differences are written.
+coverage: $(READY) $(NEXT)
+	$(BIN)/python -m tests.models.coverage --write docs/coverage.md $(ARGS)
+	PYTHONPATH=$(NEXT) $(BIN)/python -m tests.models.coverage --write docs/coverage.md $(ARGS)
+
+$(NEXT): | $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ $(subst build/transformers-,transformers==,$@)
 
 lint: $(READY)
 	$(BIN)/ruff check .
