@@ -18,12 +18,13 @@ from torch.utils._pytree import tree_leaves
 from attnpatch.affine import Affine
 from attnpatch.axes import Axes, Dims, Layout
 from attnpatch.errors import Refused
-from attnpatch.graph import CASTS, Writes, arg, is_tensor, normal_dim, op, place, shape, value, written_by
+from attnpatch.graph import CASTS, Writes, arg, is_tensor, normal_dim, op, place, shape, value
 from attnpatch.rewrites.expressions import number
 from attnpatch.rewrites.mask_terms import MaskReader
 from attnpatch.rewrites.operands import RESHAPES, Arrangement, Roles, read, regroups, said
 from attnpatch.rewrites.products import Product, is_product, multiplies, permutation, read_product
 from attnpatch.rewrites.pullback import Pullback
+from attnpatch.rewrites.readers import reads
 from attnpatch.rewrites.scores import Fold, ancestors, drops_sink, fold_bias, same_size, trace
 from attnpatch.rewrites.softmaxes import Softmax, is_softmax, read_softmax
 from attnpatch.rule import Operand, Rule, Site
@@ -293,12 +294,10 @@ def _check_zeroed(walk: Walk, fold: Fold) -> None:
 
 
 def _only_reader(node: Node) -> Node:
-    readers = [user for user in node.users if _reads(user) or op(user) in ("view_as", "reshape_as", "type_as")]
+    readers = [user for user in node.users if reads(node, user)] or list(node.users)  # a whole attention may be unread
     if len(readers) == 1 and sum(x is node for x in tree_leaves((readers[0].args, readers[0].kwargs))) == 1:
         return readers[0]
     others = [r for r in readers if not _product_below_or_is(r)] or readers[-1:]
-    if not others:
-        raise Refused(f"nobody reads the attention probabilities ({place(node)})")
     raise Refused(f"the attention probabilities are also read by {_reader(others[0])}")
 
 
@@ -321,7 +320,7 @@ def _check_dropout(node: Node) -> None:
 def _lse(walk: Walk, fold: Fold, inside: set[Node], layout: Layout, writes: Writes) -> Operand | None:
     """The one other reader of the scores that attention can serve: their logsumexp. Refuses every further one."""
     read_inside = [*fold.interior, *walk.softmax.interior]
-    outside = [(node, user) for node in read_inside for user in node.users if user not in inside and _reads(user)]
+    outside = [(node, user) for node in read_inside for user in node.users if user not in inside and reads(node, user)]
     if not outside:
         return None
     node, user = outside[0]
@@ -346,34 +345,6 @@ def _first_reader(lse: Operand | None, v: Node, anchor: Node, writes: Writes) ->
     if writes.position[first] < writes.position[v]:
         raise Refused(f"the logsumexp of the scores is read before v is computed ({place(first)})")
     return None if first is anchor else first
-
-
-_SHAPE_READERS = frozenset(
-    [
-        "expand_as",
-        "type_as",
-        "view_as",
-        "reshape_as",
-        "ones_like",
-        "zeros_like",
-        "full_like",
-        "empty_like",
-        "new_ones",
-        "new_zeros",
-        "new_full",
-        "size",
-        "new_empty",
-        "dim",
-    ]
-)
-"""Operations that read nothing of the scores but shape, dtype and device."""
-
-
-def _reads(user: Node) -> bool:
-    """Whether ``user`` needs the values: neither dead, with all that reads it, nor after the shape alone."""
-    if user.op == "output" or written_by(user):
-        return True
-    return op(user) not in _SHAPE_READERS and any(_reads(x) for x in user.users)
 
 
 RULE = Rule("eager_attention", candidates, match)

@@ -139,10 +139,13 @@ class MaskReader:
             return [condition if kind == "keep" else Not(condition)], []
         conditions, biases = _parts(element, factor)
         slopes = [bias for bias in biases if isinstance(bias, Sloped)]
+        rest = [bias for bias in biases if not isinstance(bias, Sloped)]
+        if any(isinstance(bias, Load) and value(bias.node).numel() >= value(mask).numel() for bias in rest):
+            return conditions, self.masks[-1:]  # nothing is won by streaming its parts
+        streamed = [self._bias(bias, factor) for bias in rest]
         if slopes:
             self._slope(slopes, factor)
-        rest = [bias for bias in biases if not isinstance(bias, Sloped)]
-        return conditions, [self._bias(bias, mask, factor) for bias in rest]
+        return conditions, streamed
 
     def _slope(self, slopes: list[Sloped], factor: float) -> None:
         """ALiBi: a slope per head times the distance from the row's own position; see :meth:`_set_alibi`."""
@@ -160,12 +163,10 @@ class MaskReader:
             raise Unknown(slopes)
         self.alibi, self.alibi_own = (node, sign * factor * slopes[0].factor), own
 
-    def _bias(self, bias: Any, mask: Node, factor: float) -> Streamed:
+    def _bias(self, bias: Any, factor: float) -> Streamed:
         """A bias that is a tensor of its own within the mask: ALiBi and a causal mask in one, say."""
-        if not isinstance(bias, Load):
+        if not isinstance(bias, Load) or self.pull.writes.between(bias.node, bias.node, self.pull.now):
             raise Unknown(bias)
-        if bias.node is mask or value(bias.node).numel() == value(mask).numel():
-            return self.masks[-1]
         groups = dict(zip("bhqk", self.layout, strict=True))
         plain = {Affine({v: 1}): group for v, group in groups.items()}
         if any(i != Affine() and i not in plain for i in bias.indices):

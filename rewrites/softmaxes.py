@@ -48,7 +48,8 @@ def is_softmax(node: Node) -> bool:
 def _is_unfinished(node: Node) -> bool:
     """Exponentials that are summed, and divided by something else than their sum, or only after the product."""
     if op(node) == "div" and op(arg(node, 0, "input")) == "exp":
-        return op(arg(node, 1, "other")) in ("sum", "add")
+        summed = any(op(x) == "sum" for x in arg(node, 0, "input").users)
+        return summed or op(arg(node, 1, "other")) in ("sum", "add")
     if op(node) == "log_softmax":
         return all(op(x) != "exp" for x in node.users)
     readers = {op(x) for x in node.users} if op(node) == "exp" else set()
