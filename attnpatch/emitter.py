@@ -35,7 +35,7 @@ class Emitter:
                 lse = self._arranged(site.lse._replace(node=lse), site.anchor)
                 lse = self._emit("to", lse, value(site.lse.node).dtype, like=site.anchor)
             if _breaks_a_view(value(o), site.anchor):
-                o = self._emit("contiguous", o, like=site.anchor)
+                o = self._laid_out(o, site.anchor)
         site.anchor.replace_all_uses_with(o)
         if lse is not None and site.lse is not None:
             site.lse.node.replace_all_uses_with(lse)
@@ -46,6 +46,16 @@ class Emitter:
 
     def _emit(self, target: Any, *args: Any, like: Node, **kwargs: Any) -> Node:
         return emit(self.graph, target, *args, like=like, **kwargs)
+
+    def _laid_out(self, o: Node, like: Node) -> Node:
+        """``o`` copied into the memory order of ``like``, which a view behind it counts on."""
+        strides = value(like).stride()
+        order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+        if order == sorted(order):
+            return self._emit("contiguous", o, like=like)
+        inverse = sorted(range(len(order)), key=order.__getitem__)
+        ordered = self._emit("contiguous", self._emit("permute", o, order, like=like), like=like)
+        return self._emit("permute", ordered, inverse, like=like)
 
     def _arranged(self, x: Operand, like: Node) -> Node:
         """The operand in the operator's layout."""
