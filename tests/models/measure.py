@@ -100,7 +100,7 @@ def _measure_patched(row, model, runs, inputs):
         row.error = max(row.error, error)
     report = attnpatch.report(model)
     row.fused, row.refused, row.graphs = (report.summary[k] for k in ("fused", "refused", "graphs"))
-    row.notes += [f"{gap.kind}: {gap.place}" for gap in report.gaps]
+    row.notes += sorted(f"{gap.kind}: {gap.place}" for gap in report.gaps)
 
 
 @contextmanager
@@ -138,12 +138,23 @@ def _reaches_product(node):
 
 
 def _squares(gm):
-    """Operations that give a tensor of q_len x kv_len, with the lengths that the fused sites have."""
+    """Operations on the way to the output that give a tensor of q_len x kv_len, the lengths of a fused site."""
     recording = RecordingBackend()
     recording.graphs.append(gm)
     sites = recording.named("attention", "attention_lse")
     lengths = dict.fromkeys((_length(site.args[0]), _length(site.args[1])) for site in sites)
-    return [node for q, k in lengths if q != 1 for node in recording.square_nodes(q, k)]
+    found = [node for q, k in lengths if q != 1 for node in recording.square_nodes(q, k)]
+    return [node for node in found if node.split()[0] in _live(gm)]
+
+
+def _live(gm):
+    """Names of what the output is made of: Musicgen builds a mask that nobody reads."""
+    live, waiting = set(), [gm.graph.output_node()]
+    while waiting:
+        node = waiting.pop()
+        waiting += node.all_input_nodes if node.name not in live else []
+        live.add(node.name)
+    return live
 
 
 def _length(node):
