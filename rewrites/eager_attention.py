@@ -50,7 +50,7 @@ _CARRIERS = frozenset(
 """What may stand between a softmax and its product, besides what keeps the number of probabilities."""
 
 
-def _product_below(node: Node, softmax: Node, depth: int = 8) -> bool:
+def _product_below(node: Node, softmax: Node, depth: int = 16) -> bool:
     for user in node.users:
         if multiplies(user):
             return not (op(user) == "baddbmm" and user.args[0] is node)

@@ -112,7 +112,9 @@ def _path_operand(node: Node) -> Node:
     for x in inputs.get(op(node), node.all_input_nodes):
         if is_tensor(x) and leads_to_product(x):
             return x
-    raise Refused(f"{op(node)} at {place(node)} has no operand that comes from q k^T")
+    raise Refused(
+        f"{op(node)} at {place(node)} has no operand that comes from q k^T; scores written part by part are not followed"
+    )
 
 
 def _path_and_other(node: Node) -> tuple[Node, Any]:
@@ -290,7 +292,7 @@ STEPS: dict[str, Callable[[Fold, Node], None]] = {
 _PRODUCERS = ("linear", "embedding", "layer_norm", "softmax", "conv1d", "conv2d", *PRODUCTS)
 
 
-def ancestors(node: Node, limit: int = 48) -> Iterator[Node]:
+def ancestors(node: Node, limit: int = 160) -> Iterator[Node]:
     """Nodes above ``node``, nearest first, stopping at producers of features, but not where these mix scores."""
     seen, pending = {node}, list(node.all_input_nodes)
     while pending and len(seen) < limit:
