@@ -112,9 +112,8 @@ def _path_operand(node: Node) -> Node:
     for x in inputs.get(op(node), node.all_input_nodes):
         if is_tensor(x) and leads_to_product(x):
             return x
-    raise Refused(
-        f"{op(node)} at {place(node)} has no operand that comes from q k^T; scores written part by part are not followed"
-    )
+    why = "scores that are written part by part are not followed"
+    raise Refused(f"{op(node)} at {place(node)} has no operand that comes from q k^T; {why}")
 
 
 def _path_and_other(node: Node) -> tuple[Node, Any]:
