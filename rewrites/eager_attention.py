@@ -194,20 +194,22 @@ def match(node: Node, writes: Writes) -> Site:
     factor, unscaled = _unscaled(k, writes)
     plan = Arrangement(walk.axes, q, unscaled, v, _roles(walk, k))
     walk.follow_views(plan.layout)
-    fold = Fold(MaskReader(walk.axes, plan.layout, plan.seqlens, Pullback(writes, walk.scores[-1])))
+    layout = Layout(*walk.axes.resolve(plan.layout))  # the views may have split axes once more
+    fold = Fold(MaskReader(walk.axes, layout, plan.seqlens, Pullback(writes, walk.scores[-1])))
     fold.sinks = softmax.denominator
     fold.walk(walk.scores, {n: walk.resolved(n) for n in walk.scores})
     walk.check_sinks()
     _check_zeroed(walk, fold)
     _fold_product(fold, walk, factor)
     inside = [*fold.interior, *softmax.interior, softmax.node, *walk.weights, *walk.tail]
-    lse = _lse(walk, fold, set(inside), plan.layout, writes)
+    lse = _lse(walk, fold, set(inside), layout, writes)
     reads = [read(x.node, y.node, at) for x, y, at in _pairs(walk, plan, q, k, v)]
     reads += [(x.node, walk.scores[-1]) for x, _ in fold.scales if is_tensor(x.node)]
+    own = walk.axes.resolve((*layout[:3], plan.feature_v))
     return Site(
         walk.anchor, plan.q, plan.k, plan.v, plan.sizes, fold.sm_scale, fold.masks.terms(),
-        tuple(walk.axes.plan((*plan.layout[:3], plan.feature_v), walk.resolved(walk.anchor))), fold.softcap,
-        fold.scales, fold.sinks, lse, _first_reader(lse, plan.v.node, walk.anchor, writes), fold.masks.pull.readers,
+        tuple(walk.axes.plan(own, walk.resolved(walk.anchor))), fold.softcap, fold.scales,
+        fold.sinks, lse, _first_reader(lse, plan.v.node, walk.anchor, writes), fold.masks.pull.readers,
         inside, reads,
     )  # fmt: skip
 

@@ -180,3 +180,14 @@ def sinks(q, k, v, sink):
 
 def test_learned_sinks():
     assert fused(sinks, *qkv(), torch.randn(H)).mask == "causal"
+
+
+def test_view_that_splits_the_features_of_the_output():
+    """After bmm over merged heads, one view takes heads and halves of the features apart."""
+
+    def function(q, k, v):
+        q, k, v = (x.reshape(B * H, S, D) for x in (q, k, v))
+        o = torch.bmm((torch.bmm(q, k.transpose(1, 2)) * 0.25).softmax(-1), v)
+        return o.view(B, H, S, 2, D // 2).transpose(1, 2)
+
+    assert fused(function, *qkv()).num_heads == H
