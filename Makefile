@@ -16,7 +16,7 @@ demo: $(READY)
 	$(BIN)/python -m attnpatch demo $(ARGS)
 
 test: $(READY)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n auto $(ARGS)
 
 test-checkpoint: $(READY)
 	@$(BIN)/python -m pytest -m checkpoint $(ARGS)

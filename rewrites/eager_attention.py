@@ -190,20 +190,38 @@ def match(node: Node, writes: Writes) -> Site:
     if softmax is None:
         raise Refused(f"{op(node)} is another function than softmax ({place(node)})")
     walk = Walk(softmax, Axes())
-    q, k, v = *walk.operands(), walk.value()
-    factor, unscaled = _unscaled(k, writes)
-    plan = Arrangement(walk.axes, q, unscaled, v, _roles(walk, k))
+    operands = (*walk.operands(), walk.value())
+    factor, k = _unscaled(operands[1], writes)
+    plan = Arrangement(walk.axes, operands[0], k, operands[2], _roles(walk, operands[1]))
     walk.follow_views(plan.layout)
     layout = Layout(*walk.axes.resolve(plan.layout))  # the views may have split axes once more
-    fold = Fold(MaskReader(walk.axes, layout, plan.seqlens, Pullback(writes, walk.scores[-1])))
-    fold.sinks = softmax.denominator
+    fold = _fold(walk, MaskReader(walk.axes, layout, plan.seqlens, Pullback(writes, walk.scores[-1])), factor)
+    return _site(walk, plan, layout, fold, operands, writes)
+
+
+def _fold(walk: Walk, masks: MaskReader, factor: float) -> Fold:
+    """What lies between the product and the softmax; ``factor`` is K's own."""
+    fold = Fold(masks)
+    fold.sinks = walk.softmax.denominator
     fold.walk(walk.scores, {n: walk.resolved(n) for n in walk.scores})
     walk.check_sinks()
     _check_zeroed(walk, fold)
     _fold_product(fold, walk, factor)
-    inside = [*fold.interior, *softmax.interior, softmax.node, *walk.weights, *walk.tail]
-    lse = _lse(walk, fold, set(inside), layout, writes)
-    reads = [read(x.node, y.node, at) for x, y, at in _pairs(walk, plan, q, k, v)]
+    return fold
+
+
+def _site(
+    walk: Walk,
+    plan: Arrangement,
+    layout: Layout,
+    fold: Fold,
+    operands: tuple[Operand, Operand, Operand],
+    writes: Writes,
+) -> Site:
+    inside = [*fold.interior, *walk.softmax.interior, walk.softmax.node, *walk.weights, *walk.tail]
+    lse = _lse(walk, fold, set(inside), layout)
+    places = (walk.scores[-1], walk.scores[-1], walk.second_node)
+    reads = [read(x.node, y.node, at) for x, y, at in zip((plan.q, plan.k, plan.v), operands, places, strict=True)]
     reads += [(x.node, walk.scores[-1]) for x, _ in fold.scales if is_tensor(x.node)]
     own = walk.axes.resolve((*layout[:3], plan.feature_v))
     return Site(
@@ -212,11 +230,6 @@ def match(node: Node, writes: Writes) -> Site:
         fold.sinks, lse, _first_reader(lse, plan.v.node, walk.anchor, writes), fold.masks.pull.readers,
         inside, reads,
     )  # fmt: skip
-
-
-def _pairs(walk: Walk, plan: Arrangement, q: Operand, k: Operand, v: Operand) -> list[tuple[Operand, Operand, Node]]:
-    first, second = walk.scores[-1], walk.second_node
-    return [(plan.q, q, first), (plan.k, k, first), (plan.v, v, second)]
 
 
 def _roles(walk: Walk, k: Operand) -> Roles:
@@ -319,7 +332,7 @@ def _check_dropout(node: Node) -> None:
         raise Refused(f"dropout with p={p} is active in training; fused attention has none")
 
 
-def _lse(walk: Walk, fold: Fold, inside: set[Node], layout: Layout, writes: Writes) -> Operand | None:
+def _lse(walk: Walk, fold: Fold, inside: set[Node], layout: Layout) -> Operand | None:
     """The one other reader of the scores that attention can serve: their logsumexp. Refuses every further one."""
     read_inside = [*fold.interior, *walk.softmax.interior]
     outside = [(node, user) for node in read_inside for user in node.users if user not in inside and reads(node, user)]
