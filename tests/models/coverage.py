@@ -74,7 +74,8 @@ def _measure_all(names, plain_from=None):
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns) as progress, ThreadPoolExecutor(PROCESSES) as pool:
         task = progress.add_task("families", total=len(names))
-        yield from pool.map(lambda chunk: list(_in_process(chunk, plain_from, lambda: progress.advance(task))), chunks)
+        known = _known(plain_from) if plain_from else None  # once: --write may name the same document
+        yield from pool.map(lambda chunk: list(_in_process(chunk, known, lambda: progress.advance(task))), chunks)
 
 
 def _known(path):
@@ -82,11 +83,11 @@ def _known(path):
     return document.read(path.read_text() if path.exists() else "").get(transformers.__version__, {})
 
 
-def _in_process(names, plain_from, done):
+def _in_process(names, known, done):
     """The lines of ``names``; a family that a dying process did not get to has a row that says so."""
     command = [sys.executable, "-m", "tests.models.coverage", "--worker", "--families", ",".join(names)]
-    command += ["--plain-from", str(plain_from)] if plain_from else []
-    left, known = list(names), _known(plain_from) if plain_from else {}
+    command += ["--plain-from", "known"] if known is not None else []
+    left, known = list(names), known or {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         for family in process.stdout:
             for line in json.loads(family):
