@@ -30,7 +30,7 @@ def main():
     for measured in _measure_all(names, arguments.plain_from):
         lines += measured
         if arguments.write:  # at once: what an interrupted run has measured stays
-            _write(arguments.write, measured)
+            _write(arguments.write, lines)
     Console().print(_table(lines), document.summary(lines), sep="\n")
     return _check(arguments.check, lines) if arguments.check else 0
 
@@ -111,8 +111,11 @@ def _table(lines):
 
 
 def _write(path, lines):
-    """Replace the rows of this version of transformers; families that were not measured keep theirs."""
-    known = _known(path) | {document.key(line): line for line in lines}
+    """Replace rows of this version of transformers. In the first section, families not measured keep theirs; a later
+    one holds what this run measured, since it says only what differs."""
+    first = next(iter(document.read(path.read_text())), None) if path.exists() else None
+    kept = _known(path) if first in (None, transformers.__version__) else {}
+    known = kept | {document.key(line): line for line in lines}
     ordered = [line for name in FAMILIES for line in known.values() if line[0] == name]
     path.write_text(document.write(path.read_text() if path.exists() else "", ordered))
 
