@@ -86,7 +86,7 @@ def scalar_nodes(edge: Any) -> list[Node]:
 def tensor_nodes(edge: Any) -> list[Node]:
     """The tensors whose elements an edge or an interval depends on."""
     loaded = [atom.node for x in affines(edge) for atom in x.coefficients if not isinstance(atom, (str, Node))]
-    return list(dict.fromkeys([*loaded, *_searched(edge)]))
+    return list(dict.fromkeys([*loaded, *searched(edge)]))
 
 
 def can_load(indices: tuple[Affine, ...]) -> bool:
@@ -96,11 +96,12 @@ def can_load(indices: tuple[Affine, ...]) -> bool:
     return known and all(not i["q"] for i in indices[:-1])
 
 
-def _searched(edge: Any) -> Iterator[Node]:
+def searched(edge: Any) -> Iterator[Node]:
+    """The ids that an edge or an interval searches."""
     if isinstance(edge, Search):
         yield edge.ids
     for part in edge if isinstance(edge, tuple) else fields(edge) if is_dataclass(edge) else ():
-        yield from _searched(part if isinstance(edge, tuple) else getattr(edge, part.name))
+        yield from searched(part if isinstance(edge, tuple) else getattr(edge, part.name))
 
 
 class EdgeEmitter:
@@ -125,12 +126,12 @@ class EdgeEmitter:
         if isinstance(edge, Affine):
             return self._affine(edge)
         if isinstance(edge, Floor):
-            down = self.emit("floor_divide", self._affine(edge.numerator), edge.divisor)
+            down = self.emit("floor_divide", self._as_tensor(self._affine(edge.numerator)), edge.divisor)
             return self.emit(operator.mul, down, edge.divisor)
         if isinstance(edge, Search):
             return self._search(edge)
         if isinstance(edge, Chosen):
-            holds = self.emit(operator.ge, self._affine(edge.condition), 0)
+            holds = self.emit(operator.ge, self._as_tensor(self._affine(edge.condition)), 0)
             return self.emit(torch.where, holds, self.tensor(edge.edge), edge.otherwise)
         pick = torch.maximum if isinstance(edge, Latest) else torch.minimum
         return self.emit(pick, *(self._as_tensor(self.tensor(x)) for x in (edge.left, edge.right)))

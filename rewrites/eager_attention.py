@@ -111,7 +111,7 @@ class Walk:
             if regrouped is None:
                 raise Refused(f"a view cuts the scores across rows and keys ({place(node)})")
             self.dims[node] = regrouped
-        elif op(node) in ("getitem", "narrow") and not (self._has_sinks and drops_sink(node, dims.index(self.key))):
+        elif op(node) in ("getitem", "narrow") and not self._drops_sinks(node, dims):
             raise Refused(f"{op(node)} takes a part of the scores or probabilities ({place(node)})")
         elif len(shape(node)) != len(dims):
             raise Refused(f"{op(node)} at {place(node)} broadcasts the scores {said(shape(source))}")
@@ -122,6 +122,10 @@ class Walk:
     def _has_sinks(self) -> bool:
         """Whether a column that is no key joined the scores; what is cut off after softmax must be that."""
         return any(op(node) == "cat" for node in self.scores)
+
+    def _drops_sinks(self, node: Node, dims: Dims) -> bool:
+        after = node in self.weights and self._has_sinks and self.key in dims
+        return after and drops_sink(node, dims.index(self.key))
 
     def check_sinks(self) -> None:
         """Refuse probabilities that keep the column of the sinks."""

@@ -14,11 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from attnpatch.affine import Affine
 from attnpatch.edges import Chosen, Edge, Floor, Latest, Search, Smallest
-from attnpatch.graph import arg, op
+from attnpatch.graph import arg, normal_dim, op, shape, value
 from attnpatch.rewrites.expressions import And, AtLeastZero, Const, Equal, FloorDiv, Load, Not, Or, negation
 
 Q, K = Affine({"q": 1}), Affine({"k": 1})
@@ -174,16 +175,24 @@ def _same_id(left: Load, right: Load) -> Interval:
 def is_running_sum(node: Any) -> bool:
     """Whether ``node`` is a cumsum of what cannot be negative along its last dimension: it never falls."""
     while op(node) in ("sub", "add", "to", "int", "long", "contiguous") and isinstance(node.args[0], Node):
-        if op(node) in ("sub", "add") and not isinstance(node.args[1], int):
+        if not _is_wide(node) or (op(node) in ("sub", "add") and not isinstance(node.args[1], int)):
             return False
         node = node.args[0]
-    return op(node) == "cumsum" and _cannot_be_negative(arg(node, 0, "input"))
+    if op(node) != "cumsum" or not _is_wide(node):
+        return False
+    return normal_dim(node, arg(node, 1, "dim")) == len(shape(node)) - 1 and _is_flag(arg(node, 0, "input"))
 
 
-def _cannot_be_negative(node: Any) -> bool:
+def _is_wide(node: Node) -> bool:
+    """Whether numbers up to the length of any sequence do not wrap."""
+    return value(node).dtype in (torch.int32, torch.int64)
+
+
+def _is_flag(node: Any) -> bool:
+    """Whether ``node`` holds truth values, cast or not."""
     while op(node) in ("to", "int", "long", "float"):
         node = arg(node, 0, "input")
-    return op(node) in ("ne", "eq", "gt", "ge", "lt", "le", "and", "or", "not")
+    return value(node).dtype == torch.bool
 
 
 def numbers_runs(node: Any) -> bool:

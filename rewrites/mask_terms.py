@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from attnpatch.affine import Affine
 from attnpatch.axes import Axes, Dims, Layout
-from attnpatch.edges import affines, can_load
+from attnpatch.edges import affines, can_load, searched
 from attnpatch.errors import Refused
 from attnpatch.graph import is_tensor, place, shape, value
 from attnpatch.masking import is_excluding
@@ -122,6 +122,7 @@ class MaskReader:
     def add(self, mask: Node, kind: str, factor: float, dims: Dims) -> None:
         """Read one mask of scores of the given dims: "additive" (times ``factor``), or bool: "keep" or "hide"."""
         self.masks.append(Streamed(self._arranged(mask, dims, self.layout.scores), kind, factor))
+        alibi = self.alibi
         try:
             conditions, biases = self._read(mask, kind, factor, dims)
         except Unknown:
@@ -129,7 +130,11 @@ class MaskReader:
             return
         self.conditions += conditions
         understood = [self._constrain(c) for c in conditions]  # all of them: what is a term still skips blocks
-        self.streamed += biases if all(understood) else self.masks[-1:]
+        if all(understood):
+            self.streamed += biases
+        else:  # the mask as it is, and its slopes with it
+            self.streamed.append(self.masks[-1])
+            self.alibi = alibi
 
     def _read(self, mask: Node, kind: str, factor: float, dims: Dims) -> tuple[list[Any], list[Streamed]]:
         """The conditions under which a mask does not exclude, and the biases that it adds besides."""
@@ -201,10 +206,17 @@ class MaskReader:
         except NoInterval:
             return False
         atoms = (atom for x in affines(found) for atom in x.coefficients if isinstance(atom, Load))
-        if not all(can_load(atom.indices) for atom in atoms):
+        if not all(can_load(atom.indices) for atom in atoms) or self._is_patched(found):
             return False
         self.intervals.append(found)
         return True
+
+    def _is_patched(self, found: Interval) -> bool:
+        """Whether something on the way to ids that are searched is written: then how they are made proves nothing."""
+        above = list(dict.fromkeys(searched(found)))
+        for node in above:  # grows while it is walked
+            above += [x for x in node.all_input_nodes if x not in above]
+        return any(self.pull.writes.touches(node) for node in above)
 
     def _constrain_negated(self, condition: Any) -> bool:
         if isinstance(condition, AtLeastZero):

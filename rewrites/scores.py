@@ -58,6 +58,8 @@ class Fold:
     @property
     def key_dim(self) -> int:
         """Which dimension of the current node the keys are."""
+        if self.masks.layout.key not in self.dims:
+            raise Refused("a view merges the keys of the scores with other dimensions")
         return self.dims.index(self.masks.layout.key)
 
     def constant(self, x: Any) -> float | None:

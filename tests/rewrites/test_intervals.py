@@ -150,3 +150,39 @@ def test_documents_of_one_row():
         return ids[:, None, -1:, None] == ids[:, None, None, :]
 
     check(mask, "documents", ids, seqlen_q=1)
+
+
+def test_chunks_of_one_new_token_without_padding():
+    """Both edges are the same for every sequence: numbers, not tensors."""
+    check(lambda q, k: (k <= q) & (k // 5 == q // 5), "causal, chunk 5", seqlen_q=1)
+
+
+def test_a_sum_over_the_batch_is_no_numbering_of_documents():
+    flags = torch.tensor([[1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0], [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1]])
+
+    def mask(q, k, flags):
+        ids = (flags == 1).cumsum(0)
+        return ids[:, None, :, None] == ids[:, None, None, :]
+
+    check(mask, "streamed mask [2, 1, 12, 12]", flags)
+
+
+def test_a_sum_that_wraps_is_no_numbering_of_documents():
+    def mask(q, k, flags):
+        ids = ((flags == 1).cumsum(-1) * 100).to(torch.uint8).long()
+        return ids[:, None, :, None] == ids[:, None, None, :]
+
+    check(mask, "streamed mask [2, 1, 12, 12]", torch.ones(B, S, dtype=torch.long))
+
+
+def test_blocks_with_a_hole_made_after_their_numbering_are_streamed():
+    def mask(q, k, kinds):
+        is_image = kinds == 1
+        start = is_image & ~F.pad(is_image, (1, 0), value=0)[:, :-1]
+        numbers = torch.cumsum(start.int(), dim=1) - 1
+        is_image[:, 2] = False
+        ids = torch.where(is_image, numbers, -1)
+        row, key = ids[:, None, :, None], ids[:, None, None, :]
+        return (k <= q) | ((row == key) & (row >= 0))
+
+    check(mask, "streamed mask [2, 1, 12, 12]", KINDS)

@@ -191,3 +191,48 @@ def test_view_that_splits_the_features_of_the_output():
         return o.view(B, H, S, 2, D // 2).transpose(1, 2)
 
     assert fused(function, *qkv()).num_heads == H
+
+
+def test_alibi_inside_a_mask_that_stays_streamed():
+    """The slopes are in the streamed tensor already: they must not be added twice."""
+
+    def function(q, k, v, slopes, keep):
+        rows, keys = torch.arange(S)[:, None], torch.arange(S)[None, :]
+        bias = torch.where(keep, slopes[:, None, None] * (keys - rows), -torch.inf)
+        scores = (scores_of(q, k) + bias).masked_fill(keys > rows, -torch.inf)
+        return scores.softmax(-1) @ v
+
+    keep = torch.rand(S, S) < 0.7
+    keep.fill_diagonal_(True)
+    recording = check_rewrite(function, *qkv(), torch.rand(H), keep)
+    assert recording.masks == [f"causal, streamed bias [{H}, {S}, {S}]"]
+
+
+def scaled_flat(q, k, v):
+    """Rows and keys merged while the scores are scaled."""
+    return ((q @ k.transpose(-1, -2)).view(B, H, S * S) * torch.linspace(0.5, 1.5, S * S)).view(B, H, S, S).softmax(-1) @ v
+
+
+def cut_before_softmax(q, k, v):
+    return joined(scores_of(q, k))[..., :-1].softmax(-1) @ v
+
+
+def sinks_then_written(q, k, v, sink):
+    """The logits change after softmax has read them."""
+    sink = sink.clone()
+    weights = joined_with(scores_of(q, k), sink).softmax(-1)[..., :-1]
+    sink.mul_(3.0)
+    return weights @ v + sink.sum()
+
+
+def joined_with(scores, sink):
+    return torch.cat([scores, sink.reshape(1, -1, 1, 1).expand(B, -1, S, -1)], dim=-1)
+
+
+@pytest.mark.parametrize("function", [scaled_flat, cut_before_softmax], ids=lambda f: f.__name__)
+def test_refused_and_not_a_crash(function):
+    assert len(check_rewrite(function, *qkv()).reasons) == 1
+
+
+def test_sinks_written_after_they_were_read():
+    check_rewrite(sinks_then_written, *qkv(), torch.randn(H))
