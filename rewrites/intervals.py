@@ -196,7 +196,12 @@ def _is_flag(node: Any) -> bool:
 
 
 def numbers_runs(node: Any) -> bool:
-    """``where(c, cumsum(c & ~previous(c)) - 1, -1)``: every run of true has a number of its own, all else -1."""
+    """``where(c, cumsum(c & ~previous(c)) - 1, -1)``: every run of true has a number of its own, all else -1.
+
+    A static cache pads them with more -1.
+    """
+    if op(node) == "pad" and len(arg(node, 1, "pad")) == 2 and arg(node, 3, "value") == -1:
+        return numbers_runs(arg(node, 0, "input"))
     if op(node) != "where" or node.args[2] != -1:
         return False
     condition, numbers = node.args[:2]

@@ -186,3 +186,31 @@ def test_blocks_with_a_hole_made_after_their_numbering_are_streamed():
         return (k <= q) | ((row == key) & (row >= 0))
 
     check(mask, "streamed mask [2, 1, 12, 12]", KINDS)
+
+
+def test_blocks_on_a_static_cache():
+    """The ids are padded to the capacity of the cache."""
+
+    def mask(q, k, kinds):
+        ids = F.pad(image_ids(kinds), (0, 5), value=-1)
+        rows = ids[:, None, :S, None]
+        return (k <= q) | ((rows == ids[:, None, None, :]) & (rows >= 0))
+
+    def function(q, k, v, kinds):
+        return attend(q, k, v, mask(torch.arange(S)[:, None], torch.arange(S + 5)[None, :], kinds))
+
+    recording = check_rewrite(function, *(torch.randn(B, H, n, D) for n in (S, S + 5, S + 5)), KINDS)
+    assert (recording.reasons, recording.masks) == ([], ["causal or blocks"])
+
+
+def test_ids_padded_with_a_block_of_their_own_are_streamed():
+    """Padding with 0 repeats the number of the first block."""
+
+    def function(q, k, v, kinds):
+        ids = F.pad(image_ids(kinds), (0, 5), value=0)
+        rows, keys = ids[:, None, :S, None], ids[:, None, None, :]
+        causal = torch.arange(S + 5)[None, :] <= torch.arange(S)[:, None]
+        return attend(q, k, v, causal | ((rows == keys) & (rows >= 0)))
+
+    recording = check_rewrite(function, *(torch.randn(B, H, n, D) for n in (S, S + 5, S + 5)), KINDS)
+    assert recording.masks == [f"streamed mask [2, 1, {S}, {S + 5}]"]

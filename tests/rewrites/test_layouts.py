@@ -210,7 +210,9 @@ def test_alibi_inside_a_mask_that_stays_streamed():
 
 def scaled_flat(q, k, v):
     """Rows and keys merged while the scores are scaled."""
-    return ((q @ k.transpose(-1, -2)).view(B, H, S * S) * torch.linspace(0.5, 1.5, S * S)).view(B, H, S, S).softmax(-1) @ v
+    return ((q @ k.transpose(-1, -2)).view(B, H, S * S) * torch.linspace(0.5, 1.5, S * S)).view(B, H, S, S).softmax(
+        -1
+    ) @ v
 
 
 def cut_before_softmax(q, k, v):
