@@ -75,14 +75,15 @@ class Axes:
         rest = list(axes)
         for size in sizes:
             dim: list[str] = []
-            while rest and not _equal(self._product(dim), size):
+            while rest and not _equal(self.size(dim), size):
                 dim.append(rest.pop(0))
-            if not _equal(self._product(dim), size):
+            if not _equal(self.size(dim), size):
                 return None
             out.append(tuple(dim))
         return None if any(not _equal(self.sizes[axis], 1) for axis in rest) else out
 
-    def _product(self, axes: Sequence[str]) -> Any:
+    def size(self, axes: Sequence[str]) -> Any:
+        """Of a dimension that merges ``axes``."""
         return _product([self.sizes[axis] for axis in axes])
 
     def plan(self, source: Dims, target: Dims) -> list[Step]:
@@ -101,9 +102,8 @@ class Axes:
             raise Refused("a tensor has a dimension that attention knows nothing of")
         if order != sorted(order):
             steps.append(("permute", tuple(order)))
-        at = 0
-        for dim in target:
-            at += self._assemble(dim, present, at, [u for u in units if u[0] in dim], steps)
+        for at, dim in enumerate(target):
+            self._assemble(dim, present, at, [u for u in units if u[0] in dim], steps)
         return steps
 
     def _units(self, source: Dims, target: Dims, steps: list[Step]) -> list[tuple[str, ...]]:
@@ -127,18 +127,17 @@ class Axes:
 
     def _assemble(
         self, dim: tuple[str, ...], present: set[str], at: int, units: list[tuple[str, ...]], steps: list[Step]
-    ) -> int:
-        """Bring the target's dimension at position ``at`` together; returns 1, what it takes."""
+    ) -> None:
+        """Bring the target's dimension at position ``at`` together."""
         if not units:
             steps.append(("unsqueeze", (at,)))
-            return 1
+            return
         parts = len(units)
         missing = [axis for axis in dim if axis not in present]
         if missing:
             parts = self._expand(dim, missing, at, units, steps)
         if parts > 1:
             steps.append(("flatten", (at, at + parts - 1)))
-        return 1
 
     def _expand(
         self, dim: tuple[str, ...], missing: list[str], at: int, units: list[tuple[str, ...]], steps: list[Step]

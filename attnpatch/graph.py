@@ -118,6 +118,11 @@ def is_scalar(x: Any) -> bool:
     return isinstance(x, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(x, bool)
 
 
+def is_one(size: Any) -> bool:
+    """Whether a size is known to be 1; one that is symbolic is not."""
+    return isinstance(size, int) and size == 1
+
+
 def normal_dim(node: Node, dim: int) -> int:
     """``dim`` of a tensor node as a non-negative number."""
     return dim % max(1, value(node).dim())

@@ -11,12 +11,11 @@ A spelling says which axis its source lacks; views and permutations around it ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch.fx import Node
 
 from attnpatch.axes import Axes, Dims
-from attnpatch.graph import arg, is_tensor, normal_dim, op, shape, varargs
+from attnpatch.graph import arg, is_one, is_tensor, normal_dim, op, shape, varargs
 from attnpatch.rule import Operand
 
 
@@ -28,7 +27,7 @@ def _expand(node: Node, dims: Dims, axes: Axes) -> Operand | None:
     kept = dims[len(dims) - len(shape(source)) :]
     grown = shape(node)[len(dims) - len(kept) :]
     pairs = zip(kept, shape(source), grown, strict=True)
-    return Operand(source, tuple(() if _is_one(old) and not _is_one(new) else dim for dim, old, new in pairs))
+    return Operand(source, tuple(() if is_one(old) and not is_one(new) else dim for dim, old, new in pairs))
 
 
 def _repeat(node: Node, dims: Dims, axes: Axes) -> Operand | None:
@@ -36,7 +35,7 @@ def _repeat(node: Node, dims: Dims, axes: Axes) -> Operand | None:
     if op(node) != "repeat":
         return None
     source, counts = arg(node, 0, "input"), varargs(node, 1, "repeats")
-    repeated = [i for i, n in enumerate(counts) if not _is_one(n)]
+    repeated = [i for i, n in enumerate(counts) if not is_one(n)]
     if len(counts) != len(shape(source)) or len(repeated) != 1 or not isinstance(counts[repeated[0]], int):
         return None
     return _without_outer(source, dims, axes, repeated[0], counts[repeated[0]])
@@ -89,10 +88,6 @@ def _cut(dim: tuple[str, ...], axes: Axes, sizes: tuple[int, int]) -> tuple[str,
     if len(dim) == 1:
         return axes.split(dim[0], sizes)
     return dim if tuple(axes.sizes[axis] for axis in dim) == sizes else ()
-
-
-def _is_one(size: Any) -> bool:
-    return isinstance(size, int) and size == 1
 
 
 REPEATS: tuple[Callable[[Node, Dims, Axes], Operand | None], ...] = (

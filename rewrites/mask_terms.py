@@ -15,7 +15,7 @@ from attnpatch.affine import Affine
 from attnpatch.axes import Axes, Dims, Layout
 from attnpatch.edges import affines, can_load, searched
 from attnpatch.errors import Refused
-from attnpatch.graph import is_tensor, place, shape, value
+from attnpatch.graph import is_one, is_tensor, place, shape, value
 from attnpatch.masking import is_excluding
 from attnpatch.rewrites.expressions import (
     And,
@@ -88,7 +88,7 @@ class MaskReader:
         """The dims of ``x``, which broadcasts to a tensor of dims ``dims``."""
         sizes = shape(x)
         kept = dims[len(dims) - len(sizes) :]
-        return tuple(() if self._is_one(size) else dim for size, dim in zip(sizes, kept, strict=True))
+        return tuple(() if is_one(size) else dim for size, dim in zip(sizes, kept, strict=True))
 
     def _arranged(self, x: Node, dims: Dims, target: Dims) -> Operand:
         """``x`` with the steps to ``target``; a broadcast from the right needs none."""
@@ -182,10 +182,7 @@ class MaskReader:
         return Streamed(self._arranged(bias.node, own, self.layout.scores), "additive", factor)
 
     def _has_size(self, size: Any, dim: tuple[str, ...]) -> bool:
-        total: Any = 1
-        for axis in dim:
-            total = total * self.axes.sizes[axis]
-        return bool(statically_known_true(size == total))
+        return bool(statically_known_true(size == self.axes.size(dim)))
 
     def _constrain(self, condition: Any) -> bool:
         """Take in a condition under which a key is visible; False when some part of it is not a term."""
@@ -230,7 +227,7 @@ class MaskReader:
     def _bound(self, expression: Affine) -> bool:
         """``expression >= 0`` as a bound on k relative to q."""
         q, k = expression["q"], expression["k"]
-        if self._is_one(self.seqlen_q):  # the only row is q = 0
+        if is_one(self.seqlen_q):  # the only row is q = 0
             q = -k
         rest = expression.without("q", "k")
         if not rest.is_scalar or (q, k) == (0, -1) or (q, k) == (0, 1):
@@ -295,14 +292,10 @@ class MaskReader:
     def _is_symmetric(self, right: Affine, left: Affine) -> bool:
         """A band on both sides of the diagonal, an encoder's window, and not a decoder's position."""
         constants = right.is_constant and left.is_constant and right.constant > 0
-        if not constants or self._is_one(self.seqlen_q):
+        if not constants or is_one(self.seqlen_q):
             return False
         static = isinstance(self.seqlen_q, int) and isinstance(self.seqlen_k, int)
         return not (static and right.constant == self.seqlen_k - self.seqlen_q)
-
-    @staticmethod
-    def _is_one(size: Any) -> bool:
-        return isinstance(size, int) and size == 1
 
     @staticmethod
     def _tightest(bounds: list[Affine]) -> Affine | None:

@@ -153,8 +153,8 @@ class Arrangement:
         self.q = self._choose(peeled[0], (batch, heads, row, feature))
         self.k = self._choose(peeled[1], (batch, kv_heads, key, feature))
         self.v = self._choose(peeled[2], (batch, kv_heads, key, self.feature_v))
-        self.sizes = (self._size(heads), self._size(kv_heads), self._size(feature))
-        self.seqlens = (self._size(row), self._size(key))
+        self.sizes = (axes.size(heads), axes.size(kv_heads), axes.size(feature))
+        self.seqlens = (axes.size(row), axes.size(key))
         check_dtypes(self.q, self.k, self.v)
 
     def _absent(self, choices: list[Operand], roles: Roles) -> set[str]:
@@ -178,12 +178,6 @@ class Arrangement:
         if any(self.axes.sizes[axis] != 1 for axis in absent):
             raise Refused(f"{best.node.name} {said(shape(best.node))} is broadcast over the heads or the batch")
         return Operand(best.node, self.axes.resolve(best.dims), tuple(steps))
-
-    def _size(self, group: tuple[str, ...]) -> Any:
-        total: Any = 1
-        for axis in group:
-            total = total * self.axes.sizes[axis]
-        return total
 
 
 def read(source: Node, operand: Node, reader: Node) -> tuple[Node, Node]:

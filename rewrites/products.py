@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from attnpatch.errors import Refused
-from attnpatch.graph import arg, is_tensor, normal_dim, op, place, shape, varargs
+from attnpatch.graph import arg, is_one, is_tensor, normal_dim, op, place, shape, varargs
 
 PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
 
@@ -78,11 +78,11 @@ def _matmul_letters(
     batch = string.ascii_lowercase[:rank]
     left_batch, right_batch = (batch[rank - len(x) + 2 :] for x in (left, right))
     named = [
-        "" if _is_one(mine) and not _is_one(theirs) else letter
+        "" if is_one(mine) and not is_one(theirs) else letter
         for letter, mine, theirs in _aligned(left_batch, left, right)
     ]
     other = [
-        "" if _is_one(mine) and not _is_one(theirs) else letter
+        "" if is_one(mine) and not is_one(theirs) else letter
         for letter, mine, theirs in _aligned(right_batch, right, left)
     ]
     return (*named, "Y", "C"), (*other, "C", "Z"), (*batch, "Y", "Z")
@@ -93,10 +93,6 @@ def _aligned(letters: str, mine: Sequence[Any], theirs: Sequence[Any]) -> list[t
     sizes = list(mine)[:-2]
     other = ([None] * len(sizes) + list(theirs)[:-2])[-len(sizes) :] if sizes else []
     return [(a, m, m if t is None else t) for a, m, t in zip(letters, sizes, other, strict=True)]
-
-
-def _is_one(size: Any) -> bool:
-    return isinstance(size, int) and size == 1
 
 
 def einsum_operands(node: Node) -> tuple[str, list[Any]]:

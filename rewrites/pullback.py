@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from attnpatch.affine import Affine, scalar_affine
-from attnpatch.graph import VIEWS, Writes, op, shape, value
+from attnpatch.graph import VIEWS, Writes, is_one, op, shape, value
 from attnpatch.rewrites.computed_elements import COMPUTED_ELEMENTS
 from attnpatch.rewrites.expressions import (
     Const,
@@ -113,11 +113,7 @@ def broadcast(indices: tuple[Affine, ...], x: Node) -> tuple[Affine, ...]:
     """Indices into ``x`` that, right-aligned, broadcast to ``indices``: size-1 dimensions are read at 0."""
     sizes = shape(x)
     aligned = indices[len(indices) - len(sizes) :]
-    return tuple(Affine() if _is_one(s) else i for s, i in zip(sizes, aligned, strict=True))
-
-
-def _is_one(size: Any) -> bool:
-    return isinstance(size, int) and size == 1
+    return tuple(Affine() if is_one(s) else i for s, i in zip(sizes, aligned, strict=True))
 
 
 def _constant(x: Any) -> Any:

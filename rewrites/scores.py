@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from attnpatch.axes import Dims
 from attnpatch.errors import Refused
-from attnpatch.graph import CASTS, arg, is_scalar, is_tensor, normal_dim, op, place, shape, value
+from attnpatch.graph import CASTS, arg, is_one, is_scalar, is_tensor, normal_dim, op, place, shape, value
 from attnpatch.masking import is_excluding
 from attnpatch.rewrites.expressions import Unknown, number
 from attnpatch.rewrites.mask_terms import MaskReader
@@ -74,7 +74,7 @@ class Fold:
     def along_keys(self, x: Node) -> bool:
         """Whether ``x``, broadcast to the current node, differs between keys."""
         at = self.key_dim - len(self.dims)
-        return len(shape(x)) >= -at and not _is_one(shape(x)[at])
+        return len(shape(x)) >= -at and not is_one(shape(x)[at])
 
     def walk(self, path: list[Node], dims: dict[Node, Dims]) -> None:
         """Fold the nodes of ``path``, from the softmax up, without the product at its end."""
@@ -251,15 +251,11 @@ def _cat(fold: Fold, node: Node) -> None:
     path, tensors = _path_operand(node), arg(node, 0, "tensors")
     others = [x for x in tensors if x is not path]
     on_keys = normal_dim(node, arg(node, 1, "dim", 0)) == fold.key_dim
-    if len(others) != 1 or tensors[0] is not path or not on_keys or not _is_one(shape(others[0])[fold.key_dim]):
+    if len(others) != 1 or tensors[0] is not path or not on_keys or not is_one(shape(others[0])[fold.key_dim]):
         raise Refused(f"the scores are concatenated with others at {place(node)}")
     if fold.sinks is not None or fold.softcap is not None or fold.factor != 1.0 or fold.scales:
         raise Refused(f"the sinks that join the scores at {place(node)} are scaled")
     fold.sinks, fold.widened = fold.masks.per_head(others[0], fold.dims), False
-
-
-def _is_one(size: Any) -> bool:
-    return isinstance(size, int) and size == 1
 
 
 def drops_sink(node: Node, key_dim: int) -> bool:

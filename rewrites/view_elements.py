@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from attnpatch.affine import Affine, scalar_affine
-from attnpatch.graph import arg, is_tensor, normal_dim, op, shape, value
+from attnpatch.graph import arg, is_one, is_tensor, normal_dim, op, shape, value
 from attnpatch.rewrites.expressions import Unknown
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ def _transpose(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
 def _reshape(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
     """Only reshapes that add or drop dimensions of size 1."""
     source = shape(arg(node, 0, "input"))
-    kept = [i for i, size in zip(indices, shape(node), strict=True) if not _is_one(size)]
-    wide = [s for s in shape(node) if not _is_one(s)]
-    if wide != [s for s in source if not _is_one(s)]:
+    kept = [i for i, size in zip(indices, shape(node), strict=True) if not is_one(size)]
+    wide = [s for s in shape(node) if not is_one(s)]
+    if wide != [s for s in source if not is_one(s)]:
         raise Unknown(node)
-    return pull.element(arg(node, 0, "input"), tuple(Affine() if _is_one(s) else kept.pop(0) for s in source))
+    return pull.element(arg(node, 0, "input"), tuple(Affine() if is_one(s) else kept.pop(0) for s in source))
 
 
 def _getitem(pull: Pullback, node: Node, indices: tuple[Affine, ...]) -> Any:
@@ -115,10 +115,6 @@ def _gather(pull: Pullback, node: Node, source: Node, items: list[Any], indices:
     if not all(isinstance(i, Affine) and min(i.constant, 0, *i.coefficients.values()) == 0 for i in where):
         raise Unknown(node)  # a negative position counts from the end
     return pull.element(source, (*where, *indices[len(indices) - rest :]))
-
-
-def _is_one(size: Any) -> bool:
-    return isinstance(size, int) and size == 1
 
 
 VIEW_ELEMENTS: dict[str, Callable[..., Any]] = {
