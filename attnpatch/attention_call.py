@@ -11,6 +11,9 @@ and its score is ``softcap(q_i . k_j * sm_scale) + attn_mask[b, h, i, j] - alibi
 (the mask only when additive), with ``softcap(s) = softcap * tanh(s / softcap)``. ``sinks[h]`` is one more score in the
 softmax's denominator, of no key. A row that sees no key gives zeros, and -inf as its lse, sinks or not.
 Head ``h`` of q reads head ``h // group_size`` of k and v.
+
+K and V may lie in pages (``block_table``), as integers or 8 bit floats (``k_scale``, ``v_scale``), and the sequences
+one behind the other (``cu_seqlens_q``, ``cu_seqlens_k``). Row ``i`` and key ``j`` then count within their sequence.
 """
 
 from __future__ import annotations
@@ -25,14 +28,18 @@ PHASES = ("prefill", "decode", "append", "cross", "varlen")
 MAX_APPEND = 64
 """Up to this many new queries on a longer K is an append: speculative verification, a chunk's tail."""
 
+QUANTISED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+"""Dtypes of K and V that come with a scale."""
+
 
 class AttentionCall(NamedTuple):
     """Arguments of one attention, validated and with its mask in terms (see the module's text).
 
     Args:
-        q: ``[batch, num_heads, seqlen_q, head_dim]``, any strides.
-        k: ``[batch, num_kv_heads, seqlen_k, head_dim]``, any strides, same dtype as q.
-        v: ``[batch, num_kv_heads, seqlen_k, head_dim_v]``, any strides, same dtype as q.
+        q: ``[batch, num_heads, seqlen_q, head_dim]``, any strides; packed, ``[1, num_heads, total_q, head_dim]``.
+        k: ``[batch, num_kv_heads, seqlen_k, head_dim]``, any strides, in the dtype of q or one of QUANTISED. In pages,
+            ``[num_pages, num_kv_heads, page_size, head_dim]``; packed, ``[1, num_kv_heads, total_k, head_dim]``.
+        v: likewise, of width head_dim_v; quantised or not whatever k is.
         sm_scale: factor on q.k.
         attn_mask: bool (True = attend) or additive float, as a view of shape
             ``[batch, num_heads, seqlen_q, seqlen_k]`` (broadcast dimensions have stride 0), or None.
@@ -49,7 +56,18 @@ class AttentionCall(NamedTuple):
         sinks: float ``[num_heads]``, in the units of the final scores, or None.
         alibi_slopes: float32 ``[num_heads]`` or ``[batch, num_heads]``, or None.
         lse: float32 ``[batch, num_heads, seqlen_q]``, contiguous: where the kernel writes the natural logarithm of the
-            softmax's denominator; None when nobody asks.
+            softmax's denominator; None when nobody asks. Of a packed q it holds -inf before.
+        block_table: int32 or int64 ``[batch, num_blocks]``, any strides, or None. Key ``j`` of sequence ``b`` is row
+            ``j % page_size`` of page ``block_table[b, j // page_size]``. The entry of keys that no row sees can be
+            anything: kernels clamp it into ``[0, num_pages)``.
+        k_scale: float32, as a view of shape ``k.shape[:3]`` (stride 0 over the keys: one per head), given exactly when
+            k is quantised, of which it means ``k.float() * k_scale[..., None]``; or None.
+        v_scale: likewise of v.
+        cu_seqlens_q: int32 ``[batch + 1]``, not decreasing, from 0: q is packed, and sequence ``b`` owns its rows
+            ``cu_seqlens_q[b] <= i < cu_seqlens_q[b + 1]``; or None. Rows behind the last come back as zeros, -inf in
+            lse. There is no attn_mask, key_padding or key_bounds then.
+        cu_seqlens_k: int32 ``[batch + 1]``: K and V are packed too, and not in pages; or None.
+        batch_invariant: the result of a sequence does not depend, to the bit, on the others of the batch.
     """
 
     q: Tensor
@@ -66,11 +84,17 @@ class AttentionCall(NamedTuple):
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
     lse: Tensor | None = None
+    block_table: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    batch_invariant: bool = False
 
     @property
     def batch(self) -> int:
         """Number of sequences."""
-        return self.q.shape[0]
+        return self.q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
     @property
     def num_heads(self) -> int:
@@ -89,13 +113,18 @@ class AttentionCall(NamedTuple):
 
     @property
     def seqlen_q(self) -> int:
-        """Query rows per sequence."""
+        """Query rows per sequence; of all sequences when q is packed."""
         return self.q.shape[2]
 
     @property
-    def seqlen_k(self) -> int:
-        """Keys per sequence: the capacity of K, not the number that is valid."""
+    def page_size(self) -> int:
+        """Keys per page, where there is a block_table."""
         return self.k.shape[2]
+
+    @property
+    def seqlen_k(self) -> int:
+        """Keys per sequence: the capacity of K, not the number that is valid. Of all sequences when K is packed."""
+        return self.k.shape[2] if self.block_table is None else self.block_table.shape[1] * self.page_size
 
     @property
     def head_dim(self) -> int:
@@ -115,7 +144,9 @@ class AttentionCall(NamedTuple):
     @property
     def phase(self) -> str:
         """One of PHASES, from what the host sees: shapes and terms, never a value on the device."""
-        seqlen_q, seqlen_k = self.q.shape[2], self.k.shape[2]
+        if self.cu_seqlens_q is not None:
+            return "varlen"
+        seqlen_q, seqlen_k = self.seqlen_q, self.seqlen_k
         if seqlen_q == 1:
             return "decode"
         per_row_mask = any(x is not None and x.stride(2) != 0 for x in (self.attn_mask, self.key_bounds))
@@ -128,8 +159,10 @@ class AttentionCall(NamedTuple):
 
         It is a view of a contiguous ``[batch, seqlen_q, num_heads, head_dim_v]``: what follows attention in
         nearly every model is ``transpose(1, 2).reshape(batch, seqlen_q, -1)``, which then copies nothing.
+        Where q is packed it holds zeros, which rows of no sequence keep.
         """
-        return new_output(self.q, self.v)
+        o = new_output(self.q, self.v)
+        return o if self.cu_seqlens_q is None else o.zero_()
 
 
 def new_output(q: Tensor, v: Tensor) -> Tensor:
@@ -143,3 +176,16 @@ def position_offset(q_offset: int | Tensor, device: torch.device) -> Tensor:
     if isinstance(q_offset, Tensor):
         return q_offset.to(torch.int64).reshape(-1, 1, 1)
     return torch.tensor([[[q_offset]]], dtype=torch.int64, device=device)
+
+
+def bottom_right_offset(cu_seqlens_q: Tensor, seqlens_k: int | Tensor) -> Tensor:
+    """``q_offset`` that puts the last row of each packed sequence on its last key.
+
+    Args:
+        cu_seqlens_q: int32 ``[batch + 1]``.
+        seqlens_k: keys of each sequence: int32 ``[batch]``, ``cu_seqlens_k.diff()`` where K is packed, or one number.
+
+    Returns:
+        int32 ``[batch]``.
+    """
+    return seqlens_k - cu_seqlens_q.diff()

@@ -54,7 +54,7 @@ def compile_graph(
     gm: GraphModule, example_inputs: Sequence[Any], options: Options, collector: Collector
 ) -> Callable[..., Any]:
     """Rewrite ``gm``, give the rest to ``options.rest``, and return the callable that runs and counts it."""
-    sites = rewrite_graph(gm.graph, ",".join(options.backends))
+    sites = rewrite_graph(gm.graph, options.arguments)
     gm.recompile()
     refused = [f"{site.module or site.place}: {site.reason} [{site.place}]" for site in sites if not site.fused]
     for sentence in refused:

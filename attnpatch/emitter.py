@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,9 @@ from attnpatch.rule import Operand, Site, Streamed, Terms
 class Emitter:
     """Builds the operator's arguments in a graph; what several layers share is built once."""
 
-    def __init__(self, graph: Graph, backends: str) -> None:
+    def __init__(self, graph: Graph, arguments: Mapping[str, Any]) -> None:
         self.graph = graph
-        self.backends = backends
+        self.arguments = arguments
         self.shared: dict[Any, Any] = {}
 
     def replace(self, site: Site, writes: Writes) -> None:
@@ -91,7 +92,7 @@ class Emitter:
             "key_bounds": self._bounds(site, streamed, padding, q, k, writes),
             "sinks": self._sinks(site, q),
             "alibi_slopes": self._alibi(terms, like, writes),
-            "backends": self.backends or None,
+            **self.arguments,
         }
         given = {name: x for name, x in given.items() if x is not None}
         if site.lse is None:

@@ -19,18 +19,23 @@ from torch import Tensor
 
 from attnpatch import dispatch, masking
 from attnpatch.attention_call import AttentionCall, new_output
+from attnpatch.checking import check_mask_dtype, make_call
 
-_ARGUMENTS = (
+_TERMS = (
     "Tensor q, Tensor k, Tensor v, float sm_scale, Tensor? attn_mask=None, Tensor? key_padding=None, "
     "Tensor? q_offset_tensor=None, SymInt q_offset=0, SymInt? window_left=None, SymInt? window_right=None, "
     "float? softcap=None, Tensor? key_bounds=None, Tensor? sinks=None, Tensor? alibi_slopes=None"
 )
-_NUM_ARGUMENTS = 14
+_STORAGE = (
+    "Tensor? block_table=None, Tensor? k_scale=None, Tensor? v_scale=None, "
+    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, bool batch_invariant=False"
+)
+_NUM_TERMS, _NUM_ARGUMENTS = 14, 20
 _LIBRARY = torch.library.Library("attnpatch", "DEF")
 for _schema in (
-    f"attention({_ARGUMENTS}, str backends='') -> Tensor",
-    f"attention_lse({_ARGUMENTS}, str backends='') -> (Tensor, Tensor)",
-    f"attention_backward(Tensor grad_o, Tensor? grad_lse, {_ARGUMENTS}) -> ({', '.join(['Tensor'] * 6)})",
+    f"attention({_TERMS}, {_STORAGE}, str backends='') -> Tensor",
+    f"attention_lse({_TERMS}, {_STORAGE}, str backends='') -> (Tensor, Tensor)",
+    f"attention_backward(Tensor grad_o, Tensor? grad_lse, {_TERMS}) -> ({', '.join(['Tensor'] * 6)})",
     "key_bounds(Tensor mask) -> Tensor",
 ):
     _LIBRARY.define(_schema, tags=[torch.Tag.pt2_compliant_tag])
@@ -51,14 +56,23 @@ def attention(
     key_bounds: Tensor | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    batch_invariant: bool = False,
     backends: str = "",
 ) -> Tensor:
     """Attention with its mask in terms; see :mod:`attnpatch.attention_call` for what each term means.
 
     Args:
-        q: ``[batch, num_heads, seqlen_q, head_dim]``, any strides.
-        k: ``[batch, num_kv_heads, seqlen_k, head_dim]``; num_heads is a multiple of num_kv_heads.
-        v: ``[batch, num_kv_heads, seqlen_k, head_dim_v]``.
+        q: ``[batch, num_heads, seqlen_q, head_dim]``, any strides; ``[1, num_heads, total_q, head_dim]`` with
+            cu_seqlens_q.
+        k: ``[batch, num_kv_heads, seqlen_k, head_dim]``; num_heads is a multiple of num_kv_heads. With block_table,
+            pages ``[num_pages, num_kv_heads, page_size, head_dim]``; with cu_seqlens_k,
+            ``[1, num_kv_heads, total_k, head_dim]``. In q's dtype, or int8, float8_e4m3fn or float8_e5m2 with k_scale.
+        v: likewise, of width head_dim_v, with v_scale.
         sm_scale: factor on q.k.
         attn_mask: bool (True = attend) or additive float, broadcastable to
             ``[batch, num_heads, seqlen_q, seqlen_k]``.
@@ -71,18 +85,29 @@ def attention(
         key_bounds: int32, broadcastable to ``[batch, num_heads, seqlen_q, 3]``, as :func:`key_bounds` makes it.
         sinks: float ``[num_heads]``: one more score per row, of no key.
         alibi_slopes: float32 ``[num_heads]`` or ``[batch, num_heads]``.
+        block_table: int32 or int64 ``[batch, num_blocks]``: the pages of each sequence's keys, in order; entries of
+            keys that no row sees can be anything.
+        k_scale: float32, broadcastable to ``k.shape[:3]``: k stands for ``k.float() * k_scale[..., None]``.
+        v_scale: likewise.
+        cu_seqlens_q: int32 ``[batch + 1]``: where each sequence's rows begin in q, and their end. A causal term wants
+            ``q_offset_tensor = attnpatch.attention_call.bottom_right_offset(cu_seqlens_q, seqlens_k)``.
+        cu_seqlens_k: int32 ``[batch + 1]``: likewise for k and v.
+        batch_invariant: a sequence's result does not depend, to the bit, on the others of the batch.
         backends: comma-separated names that may run it; empty = all, in order of preference.
 
     Returns:
-        ``[batch, num_heads, seqlen_q, head_dim_v]``, a view of contiguous ``[batch, seqlen_q, num_heads, head_dim_v]``.
+        ``[batch, num_heads, seqlen_q, head_dim_v]``, a view of contiguous ``[batch, seqlen_q, num_heads, head_dim_v]``;
+        packed like q, with zeros in the rows of no sequence.
 
     Raises:
+        NotImplementedError: in the backward, with block_table, k_scale, v_scale or cu_seqlens_q.
         ValueError: shapes, dtypes or devices do not fit; the message names them.
         attnpatch.errors.NoBackend: every backend allowed refuses.
     """
     masks = (attn_mask, key_padding, q_offset_tensor, q_offset, window_left, window_right)
     terms = (softcap, key_bounds, sinks, alibi_slopes)
-    return torch.ops.attnpatch.attention(q, k, v, sm_scale, *masks, *terms, backends)
+    storage = (block_table, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k, batch_invariant)
+    return torch.ops.attnpatch.attention(q, k, v, sm_scale, *masks, *terms, *storage, backends)
 
 
 def attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -114,128 +139,6 @@ def key_bounds(mask: Tensor) -> Tensor:
     return torch.ops.attnpatch.key_bounds(mask)
 
 
-def make_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sm_scale: float,
-    attn_mask: Tensor | None = None,
-    key_padding: Tensor | None = None,
-    q_offset_tensor: Tensor | None = None,
-    q_offset: int = 0,
-    window_left: int | None = None,
-    window_right: int | None = None,
-    softcap: float | None = None,
-    key_bounds: Tensor | None = None,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-) -> AttentionCall:
-    """Check the operator's arguments and return them as an :class:`AttentionCall`.
-
-    Raises:
-        ValueError: see :func:`attention`.
-    """
-    _check_qkv(q, k, v)
-    rows = q.shape[:3]
-    if attn_mask is not None:
-        _check_mask_dtype(attn_mask, "attn_mask")
-        attn_mask = _expanded("attn_mask", attn_mask, (*rows, k.shape[2]), "seqlen_k", q)
-    if key_padding is not None:
-        _check_padding(key_padding, (q.shape[0], k.shape[2]), q)
-    if key_bounds is not None:
-        if key_bounds.dtype != torch.int32:
-            raise ValueError(f"key_bounds must be int32; got {key_bounds.dtype}")
-        key_bounds = _expanded("key_bounds", key_bounds, (*rows, 3), "3", q)
-    _check_per_head(sinks, alibi_slopes, q)
-    offset: int | Tensor = q_offset
-    if q_offset_tensor is not None:
-        _check_offset(q_offset_tensor, q)
-        offset = q_offset_tensor + q_offset if q_offset else q_offset_tensor
-    masks = (attn_mask, key_padding, offset, window_left, window_right)
-    return AttentionCall(q, k, v, sm_scale, *masks, softcap, key_bounds, sinks, alibi_slopes)
-
-
-def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(
-            f"q, k and v must be [batch, heads, seqlen, head_dim]; got {q.dim()}, {k.dim()} and {v.dim()} dimensions"
-        )
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise ValueError(f"q, k and v must share one float dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
-    if not q.device == k.device == v.device:
-        raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device} and {v.device}")
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(f"q, k and v must share the batch size; got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}")
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must share head_dim; got {q.shape[3]} and {k.shape[3]}")
-    if k.shape[1] != v.shape[1]:
-        raise ValueError(f"k and v must have the same number of heads; got {k.shape[1]} and {v.shape[1]}")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"the {q.shape[1]} heads of q are not a multiple of the {k.shape[1]} heads of k and v")
-    torch._check(
-        k.shape[2] == v.shape[2],
-        lambda: f"k and v must have the same length; got {k.shape[2]} and {v.shape[2]}",
-    )
-
-
-def _expanded(name: str, x: Tensor, shape: tuple[int, int, int, int], last: str, q: Tensor) -> Tensor:
-    """``x`` as a view of ``shape``, whose last dimension is called ``last``, or a ValueError that shows both."""
-    if x.device != q.device:
-        raise ValueError(f"{name} is on {x.device}, q on {q.device}")
-    try:
-        return x.expand(shape)
-    except RuntimeError:
-        raise ValueError(
-            f"{name} {tuple(x.shape)} does not broadcast to [batch, num_heads, seqlen_q, {last}] = {tuple(shape)}"
-        ) from None
-
-
-def _check_mask_dtype(mask: Tensor, name: str) -> None:
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(f"{name} must be bool (True = attend) or an additive float; got {mask.dtype}")
-
-
-def _check_per_head(sinks: Tensor | None, alibi_slopes: Tensor | None, q: Tensor) -> None:
-    batch, num_heads = q.shape[:2]
-    if sinks is not None and not (
-        sinks.is_floating_point() and tuple(sinks.shape) == (num_heads,) and sinks.device == q.device
-    ):
-        raise ValueError(
-            f"sinks must be a float [num_heads={num_heads}] on {q.device}; "
-            f"got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}"
-        )
-    if alibi_slopes is not None and not (
-        alibi_slopes.dtype == torch.float32
-        and tuple(alibi_slopes.shape) in ((num_heads,), (batch, num_heads))
-        and alibi_slopes.device == q.device
-    ):
-        raise ValueError(
-            f"alibi_slopes must be a float32 [num_heads={num_heads}] or [batch={batch}, num_heads] on {q.device}; "
-            f"got {alibi_slopes.dtype} {tuple(alibi_slopes.shape)} on {alibi_slopes.device}"
-        )
-
-
-def _check_padding(key_padding: Tensor, shape: tuple[int, int], q: Tensor) -> None:
-    if key_padding.dim() != 2 or key_padding.dtype != torch.bool or key_padding.device != q.device:
-        raise ValueError(
-            f"key_padding must be a bool [batch, seqlen_k] on {q.device}; "
-            f"got {key_padding.dtype} {tuple(key_padding.shape)} on {key_padding.device}"
-        )
-    torch._check(
-        key_padding.shape[0] == shape[0] and key_padding.shape[1] == shape[1],
-        lambda: f"key_padding {tuple(key_padding.shape)} is not [batch, seqlen_k] = {tuple(shape)}",
-    )
-
-
-def _check_offset(q_offset: Tensor, q: Tensor) -> None:
-    ok_shape = q_offset.dim() == 0 or (q_offset.dim() == 1 and q_offset.shape[0] in (1, q.shape[0]))
-    if not ok_shape or q_offset.dtype not in (torch.int32, torch.int64) or q_offset.device != q.device:
-        raise ValueError(
-            f"q_offset_tensor must be int32 or int64 of shape [] or [batch={q.shape[0]}] on {q.device}; "
-            f"got {q_offset.dtype} {tuple(q_offset.shape)} on {q_offset.device}"
-        )
-
-
 def _attention(*args: Any) -> Tensor:
     """Run on whichever backend takes it. ``args`` are those of :func:`attention`, in order."""
     return dispatch.run(_call(args), _names(args))
@@ -261,7 +164,8 @@ def _parsed(backends: str) -> tuple[str, ...]:
 
 
 def _new_lse(call: AttentionCall) -> Tensor:
-    return call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
+    lse = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
+    return lse if call.cu_seqlens_q is None else lse.fill_(-torch.inf)
 
 
 def _attention_fake(*args: Any) -> Tensor:
@@ -295,15 +199,24 @@ def _bias(args: tuple[Any, ...]) -> Tensor | None:
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    inputs = inputs[:_NUM_ARGUMENTS]
+    ctx.without_gradient = [n for n, x in zip(_NO_GRADIENT, inputs[_NUM_TERMS:], strict=False) if x is not None]
+    inputs = inputs[:_NUM_TERMS]
     ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
     ctx.constants = tuple(None if isinstance(x, Tensor) else x for x in inputs)
 
 
+_NO_GRADIENT = ("block_table", "k_scale", "v_scale", "cu_seqlens_q", "cu_seqlens_k")
+
+
 def _backward(ctx: Any, grad_o: Tensor, grad_lse: Tensor | None = None) -> tuple[Any, ...]:
+    if ctx.without_gradient:
+        raise NotImplementedError(
+            f"attention with {' and '.join(ctx.without_gradient)} has no backward: run it under torch.no_grad(), or "
+            "give it one dense K and V per sequence (gathered, dequantised, unpacked)"
+        )
     args = [c if t is None else t for t, c in zip(ctx.saved_tensors, ctx.constants, strict=True)]
     q, k, v, bias, sinks, alibi_slopes = torch.ops.attnpatch.attention_backward(grad_o, grad_lse, *args)
-    grads = (q, k, v, None, bias, *(None,) * 7, sinks, alibi_slopes, None)
+    grads = (q, k, v, None, bias, *(None,) * 7, sinks, alibi_slopes, *(None,) * 7)
     return tuple(grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad, strict=False))
 
 
@@ -326,7 +239,7 @@ def _key_bounds_fake(mask: Tensor) -> Tensor:
 def _check_mask(mask: Tensor) -> None:
     if mask.dim() != 4:
         raise ValueError(f"the mask of key_bounds must be [b, h, q, k]; got {tuple(mask.shape)}")
-    _check_mask_dtype(mask, "the mask of key_bounds")
+    check_mask_dtype(mask, "the mask of key_bounds")
 
 
 _OPERATORS = {

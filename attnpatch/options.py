@@ -22,6 +22,8 @@ class Options:
         strict: raise AttentionNotPatched when any attention stays unfused (env ``ATTNPATCH_STRICT``).
         backends: the backends that may run, in order; a named backend never falls back silently
             (env ``ATTNPATCH_BACKENDS``, comma-separated). Empty: all.
+        batch_invariant: the result of a sequence does not depend, to the bit, on the others of its batch: splits of
+            K have one size, whatever else runs beside it.
         rest: who runs the rest of the graph: "eager" starts fast, "inductor" compiles it.
         log_level: of the logger "attnpatch": "debug", "info", "warning" or "error" (env ``ATTNPATCH_LOG``).
         inductor: options that go to Inductor as they are.
@@ -29,17 +31,26 @@ class Options:
 
     strict: bool = field(default_factory=lambda: os.environ.get("ATTNPATCH_STRICT", "").lower() not in _OFF)
     backends: tuple[str, ...] = field(default_factory=lambda: _split(os.environ.get("ATTNPATCH_BACKENDS", "")))
+    batch_invariant: bool = False
     rest: str = "eager"
     log_level: str = field(default_factory=lambda: os.environ.get("ATTNPATCH_LOG", "warning").lower())
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "backends", check_names(_split(self.backends)))
+        if not isinstance(self.batch_invariant, bool):
+            raise ValueError(f"batch_invariant={self.batch_invariant!r} is neither True nor False")
         if self.rest not in ("eager", "inductor"):
             raise ValueError(f"rest={self.rest!r} is neither 'eager' nor 'inductor'")
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"log_level={self.log_level!r} is none of {', '.join(LOG_LEVELS)}")
         logging.getLogger("attnpatch").setLevel(self.log_level.upper())
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The operator's arguments that are not at their defaults."""
+        given = {"batch_invariant": self.batch_invariant, "backends": ",".join(self.backends)}
+        return {name: value for name, value in given.items() if value}
 
 
 def _split(names: str | Sequence[str]) -> tuple[str, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,17 +39,22 @@ class SiteRecord:
         return not self.reason
 
 
-def rewrite_graph(graph: Graph, backends: str = "") -> list[SiteRecord]:
-    """Rewrite ``graph`` in place, nested graphs included, and return a record per attention in graph order."""
+def rewrite_graph(graph: Graph, arguments: Mapping[str, Any] = MappingProxyType({})) -> list[SiteRecord]:
+    """Rewrite ``graph`` in place, nested graphs included, and return a record per attention in graph order.
+
+    Args:
+        graph: the graph.
+        arguments: given to every operator, see :attr:`attnpatch.options.Options.arguments`.
+    """
     from attnpatch.rewrites.table import RULES
 
     records: list[SiteRecord] = []
     for nested in _nested_graphs(graph):
-        records += rewrite_graph(nested.graph, backends)
+        records += rewrite_graph(nested.graph, arguments)
         nested.recompile()
     inline_calls(graph)
     follow_writes(graph)
-    emitter = Emitter(graph, backends)
+    emitter = Emitter(graph, arguments)
     order = {node: i for i, node in enumerate(graph.nodes)}
     found = [(order[node], rule, node) for rule in RULES for node in rule.candidates(graph)]
     for _, rule, node in sorted(found, key=lambda item: item[0]):

@@ -26,7 +26,7 @@ def rewrite(graph_module: GraphModule, example_inputs: Sequence[Any], **options:
     Args:
         graph_module: from Dynamo or ``torch.fx``; it is not changed. Parameters and submodules are shared.
         example_inputs: its inputs; used only when the graph carries no shapes of its own.
-        options: ``backends`` and ``strict``, see :class:`attnpatch.options.Options`.
+        options: ``backends``, ``batch_invariant`` and ``strict``, see :class:`attnpatch.options.Options`.
 
     Returns:
         The rewritten graph module, and the report of its sites.
@@ -39,7 +39,7 @@ def rewrite(graph_module: GraphModule, example_inputs: Sequence[Any], **options:
     _inline_leaf_modules(copy)
     if any(value(node) is None for node in copy.graph.nodes if node.op == "placeholder"):
         record_shapes(copy, example_inputs)
-    sites = rewrite_graph(copy.graph, ",".join(chosen.backends))
+    sites = rewrite_graph(copy.graph, chosen.arguments)
     copy.recompile()
     refused = [f"{site.module or site.place}: {site.reason}" for site in sites if not site.fused]
     if refused and chosen.strict:

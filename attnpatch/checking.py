@@ -1,0 +1,216 @@
+"""The operator's arguments, checked: an AttentionCall, or a ValueError that names the value and what it should be."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnpatch.attention_call import QUANTISED, AttentionCall
+
+_QUANTISED_NAMES = " or ".join(str(dtype).removeprefix("torch.") for dtype in QUANTISED)
+
+
+def make_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sm_scale: float,
+    attn_mask: Tensor | None = None,
+    key_padding: Tensor | None = None,
+    q_offset_tensor: Tensor | None = None,
+    q_offset: int = 0,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    softcap: float | None = None,
+    key_bounds: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    block_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> AttentionCall:
+    """Check the operator's arguments and return them as an :class:`AttentionCall`.
+
+    Raises:
+        ValueError: see :func:`attnpatch.ops.attention`.
+    """
+    _check_qkv(q, k, v)
+    masks = (attn_mask, key_padding, q_offset, window_left, window_right)
+    terms = (softcap, key_bounds, sinks, alibi_slopes, None)
+    scales = (_scale("k", k, k_scale, q), _scale("v", v, v_scale, q))
+    call = AttentionCall(
+        *(q, k, v, sm_scale, *masks, *terms, block_table, *scales, cu_seqlens_q, cu_seqlens_k, batch_invariant)
+    )
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        _check_packed(call)
+    if block_table is not None:
+        _check_table(block_table, k, v)
+    _check_batch(call)
+    return _with_terms(call, q_offset_tensor)
+
+
+def _with_terms(call: AttentionCall, q_offset_tensor: Tensor | None) -> AttentionCall:
+    """The call with its terms checked and expanded, and the two parts of its offset as one."""
+    rows, batch = call.q.shape[:3], call.batch
+    attn_mask, key_bounds, offset = call.attn_mask, call.key_bounds, call.q_offset
+    if attn_mask is not None:
+        check_mask_dtype(attn_mask, "attn_mask")
+        attn_mask = _expanded(
+            "attn_mask", attn_mask, (*rows, call.seqlen_k), "batch, num_heads, seqlen_q, seqlen_k", call.q
+        )
+    if call.key_padding is not None:
+        _check_padding(call.key_padding, (batch, call.seqlen_k), call.q)
+    if key_bounds is not None:
+        if key_bounds.dtype != torch.int32:
+            raise ValueError(f"key_bounds must be int32; got {key_bounds.dtype}")
+        key_bounds = _expanded("key_bounds", key_bounds, (*rows, 3), "batch, num_heads, seqlen_q, 3", call.q)
+    _check_per_head(call.sinks, call.alibi_slopes, call.q, batch)
+    if q_offset_tensor is not None:
+        _check_offset(q_offset_tensor, call.q, batch)
+        offset = q_offset_tensor + offset if offset else q_offset_tensor
+    return call._replace(attn_mask=attn_mask, key_bounds=key_bounds, q_offset=offset)
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(
+            f"q, k and v must be [batch, heads, seqlen, head_dim]; got {q.dim()}, {k.dim()} and {v.dim()} dimensions"
+        )
+    if q.dtype in QUANTISED or not q.is_floating_point() or not {k.dtype, v.dtype} <= {q.dtype, *QUANTISED}:
+        raise ValueError(
+            f"q, k and v must share one float dtype; got {q.dtype}, {k.dtype} and {v.dtype} "
+            f"(k and v may be {_QUANTISED_NAMES}, with a scale)"
+        )
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device} and {v.device}")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must share head_dim; got {q.shape[3]} and {k.shape[3]}")
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"k and v must have the same number of heads; got {k.shape[1]} and {v.shape[1]}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"the {q.shape[1]} heads of q are not a multiple of the {k.shape[1]} heads of k and v")
+    torch._check(
+        k.shape[2] == v.shape[2],
+        lambda: f"k and v must have the same length; got {k.shape[2]} and {v.shape[2]}",
+    )
+
+
+def _scale(name: str, x: Tensor, scale: Tensor | None, q: Tensor) -> Tensor | None:
+    """The scale of k or v as a view of its rows' shape."""
+    if (x.dtype in QUANTISED) != (scale is not None):
+        wrong = f"is missing for {name} in {x.dtype}" if scale is None else f"is given, but {name} is {x.dtype}"
+        raise ValueError(f"{name}_scale {wrong}: it belongs to {name} in {_QUANTISED_NAMES} and to no other dtype")
+    if scale is None:
+        return None
+    if scale.dtype != torch.float32:
+        raise ValueError(f"{name}_scale must be float32; got {scale.dtype}")
+    return _expanded(f"{name}_scale", scale, x.shape[:3], "batch or num_pages, num_kv_heads, keys", q)
+
+
+def _check_packed(call: AttentionCall) -> None:
+    """q, and K where it is packed too, are one row of sequences, which say where each begins."""
+    if call.cu_seqlens_q is None:
+        raise ValueError("cu_seqlens_k is given without cu_seqlens_q: pack q too, or give k as [batch, ...]")
+    if call.cu_seqlens_k is not None and call.block_table is not None:
+        raise ValueError("cu_seqlens_k and block_table are both given: K is packed or in pages, not both")
+    for name in ("attn_mask", "key_padding", "key_bounds"):
+        if getattr(call, name) is not None:
+            raise ValueError(f"{name} is given beside cu_seqlens_q, which takes causal and window terms only")
+    _check_seqlens("cu_seqlens_q", call.cu_seqlens_q, {"q": call.q}, call.q.device)
+    if call.cu_seqlens_k is not None:
+        _check_seqlens("cu_seqlens_k", call.cu_seqlens_k, {"k": call.k, "v": call.v}, call.q.device)
+
+
+def _check_seqlens(name: str, seqlens: Tensor, packed: dict[str, Tensor], device: torch.device) -> None:
+    if seqlens.dtype != torch.int32 or seqlens.dim() != 1 or seqlens.shape[0] == 0 or seqlens.device != device:
+        raise ValueError(
+            f"{name} must be int32 [batch + 1] on {device}; "
+            f"got {seqlens.dtype} {tuple(seqlens.shape)} on {seqlens.device}"
+        )
+    for owner, x in packed.items():
+        if x.shape[0] != 1:
+            raise ValueError(f"{owner} must be [1, heads, total, head_dim] with {name}; got {tuple(x.shape)}")
+
+
+def _check_table(block_table: Tensor, k: Tensor, v: Tensor) -> None:
+    ok = block_table.dim() == 2 and block_table.dtype in (torch.int32, torch.int64)
+    if not ok or block_table.device != k.device:
+        raise ValueError(
+            f"block_table must be int32 or int64 [batch, num_blocks] on {k.device}; "
+            f"got {block_table.dtype} {tuple(block_table.shape)} on {block_table.device}"
+        )
+    if k.shape[0] != v.shape[0]:
+        raise ValueError(f"k and v must have as many pages; got {k.shape[0]} and {v.shape[0]}")
+    if k.shape[0] == 0 or k.shape[2] == 0:
+        raise ValueError(f"k must be [num_pages, num_kv_heads, page_size, head_dim], none 0; got {tuple(k.shape)}")
+
+
+def _check_batch(call: AttentionCall) -> None:
+    """As many sequences in q, k and v, whichever way each holds them."""
+    of_k, of_v = call.k.shape[0], call.v.shape[0]
+    if call.block_table is not None:
+        of_k = of_v = call.block_table.shape[0]
+    elif call.cu_seqlens_k is not None:
+        of_k = of_v = call.cu_seqlens_k.shape[0] - 1
+    if not call.batch == of_k == of_v:
+        raise ValueError(f"q, k and v must share the batch size; got {call.batch}, {of_k} and {of_v}")
+
+
+def _expanded(name: str, x: Tensor, shape: tuple[int, ...], axes: str, q: Tensor) -> Tensor:
+    """``x`` as a view of ``shape``, whose dimensions are ``axes``, or a ValueError that shows both."""
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device}, q on {q.device}")
+    try:
+        return x.expand(shape)
+    except RuntimeError:
+        raise ValueError(f"{name} {tuple(x.shape)} does not broadcast to [{axes}] = {tuple(shape)}") from None
+
+
+def check_mask_dtype(mask: Tensor, name: str) -> None:
+    """Raise a ValueError that calls the mask ``name`` when it is neither bool nor float."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(f"{name} must be bool (True = attend) or an additive float; got {mask.dtype}")
+
+
+def _check_per_head(sinks: Tensor | None, alibi_slopes: Tensor | None, q: Tensor, batch: int) -> None:
+    num_heads = q.shape[1]
+    if sinks is not None and not (
+        sinks.is_floating_point() and tuple(sinks.shape) == (num_heads,) and sinks.device == q.device
+    ):
+        raise ValueError(
+            f"sinks must be a float [num_heads={num_heads}] on {q.device}; "
+            f"got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}"
+        )
+    if alibi_slopes is not None and not (
+        alibi_slopes.dtype == torch.float32
+        and tuple(alibi_slopes.shape) in ((num_heads,), (batch, num_heads))
+        and alibi_slopes.device == q.device
+    ):
+        raise ValueError(
+            f"alibi_slopes must be a float32 [num_heads={num_heads}] or [batch={batch}, num_heads] on {q.device}; "
+            f"got {alibi_slopes.dtype} {tuple(alibi_slopes.shape)} on {alibi_slopes.device}"
+        )
+
+
+def _check_padding(key_padding: Tensor, shape: tuple[int, int], q: Tensor) -> None:
+    if key_padding.dim() != 2 or key_padding.dtype != torch.bool or key_padding.device != q.device:
+        raise ValueError(
+            f"key_padding must be a bool [batch, seqlen_k] on {q.device}; "
+            f"got {key_padding.dtype} {tuple(key_padding.shape)} on {key_padding.device}"
+        )
+    torch._check(
+        key_padding.shape[0] == shape[0] and key_padding.shape[1] == shape[1],
+        lambda: f"key_padding {tuple(key_padding.shape)} is not [batch, seqlen_k] = {tuple(shape)}",
+    )
+
+
+def _check_offset(q_offset: Tensor, q: Tensor, batch: int) -> None:
+    ok_shape = q_offset.dim() == 0 or (q_offset.dim() == 1 and q_offset.shape[0] in (1, batch))
+    if not ok_shape or q_offset.dtype not in (torch.int32, torch.int64) or q_offset.device != q.device:
+        raise ValueError(
+            f"q_offset_tensor must be int32 or int64 of shape [] or [batch={batch}] on {q.device}; "
+            f"got {q_offset.dtype} {tuple(q_offset.shape)} on {q_offset.device}"
+        )
