@@ -71,6 +71,7 @@ def _with_terms(call: AttentionCall, q_offset_tensor: Tensor | None) -> Attentio
     if q_offset_tensor is not None:
         _check_offset(q_offset_tensor, call.q, batch)
         offset = q_offset_tensor + offset if offset else q_offset_tensor
+        offset = offset.expand(batch) if offset.dim() else offset
     return call._replace(attn_mask=attn_mask, key_bounds=key_bounds, q_offset=offset)
 
 

@@ -1,5 +1,7 @@
 """The oracle of every attention kernel: the call's definition written out in float64.
 
+Pages are gathered, quantised K and V multiplied out, packed sequences taken one by one (attnpatch.kernels.dense). Then
+
 s = q k^T * sm_scale;  s = softcap * tanh(s / softcap);  s += bias - slope * |i + q_offset - j|
 p = exp(s) / (sum over visible keys of exp(s) + exp(sink));  o = p v
 """
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnpatch.attention_call import AttentionCall
+from attnpatch.kernels.dense import dense, sequences
 from attnpatch.masking import alibi_bias, excluded, positions, visible_tile
 
 
@@ -28,6 +31,16 @@ def attention_reference(call: AttentionCall, dtype: torch.dtype = torch.float64)
 
 def attention_lse_reference(call: AttentionCall, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """:func:`attention_reference`, and the lse ``[batch, num_heads, seqlen_q]``; both in ``dtype``."""
+    if call.cu_seqlens_q is None:
+        return _attention(dense(call, dtype), dtype)
+    o = call.q.new_zeros((*call.q.shape[:3], call.head_dim_v), dtype=dtype)
+    lse = call.q.new_full(call.q.shape[:3], -torch.inf, dtype=dtype)
+    for place, part in sequences(call, dtype):
+        o[place], lse[place] = _attention(part, dtype)
+    return o, lse
+
+
+def _attention(call: AttentionCall, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     hidden = hidden_keys(call)
     # Select, do not multiply: 0 * NaN from an unwritten cache tail is NaN, forward and backward.
     unused = hidden.all(dim=2)[..., None]  # [batch, num_heads, seqlen_k, 1]
@@ -50,7 +63,7 @@ def attention_lse_reference(call: AttentionCall, dtype: torch.dtype = torch.floa
 
 
 def hidden_keys(call: AttentionCall) -> Tensor:
-    """Bool ``[batch, num_heads, seqlen_q, seqlen_k]``: True where a row must not see a key."""
+    """Bool ``[batch, num_heads, seqlen_q, seqlen_k]``: True where a row must not see a key. Not of packed sequences."""
     shape = (call.batch, call.num_heads, call.seqlen_q, call.seqlen_k)
     hidden = torch.zeros(shape, dtype=torch.bool, device=call.q.device)
     visible = visible_tile(call, *positions(call))

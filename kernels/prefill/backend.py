@@ -7,10 +7,11 @@ from torch import Tensor
 from attnpatch.attention_call import AttentionCall
 from attnpatch.dispatch import Backend
 from attnpatch.kernels.common import support
+from attnpatch.kernels.dense import storage_refusal
 
 
 def _refuses(call: AttentionCall) -> str | None:
-    return support.refusal(call, "triton.prefill")
+    return support.refusal(call, "triton.prefill") or storage_refusal(call, "triton.prefill")
 
 
 def _run(call: AttentionCall) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from attnpatch.attention_call import AttentionCall
 from attnpatch.dispatch import Backend
 from attnpatch.kernels.bands import key_range, without_idle_terms
+from attnpatch.kernels.dense import storage_refusal
 from attnpatch.masking import excluded, visible_tile
 
 BLOCK_M = 256
@@ -135,6 +136,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sm_scale: floa
 
 
 def _refuses(call: AttentionCall) -> str | None:
+    if call.batch_invariant:
+        return "batch_invariant: torch's scaled_dot_product_attention chooses its blocks by the batch"
     if call.softcap is not None:
         return f"softcap {call.softcap} has no place in torch's scaled_dot_product_attention"
     if call.sinks is not None:
@@ -145,7 +148,7 @@ def _refuses(call: AttentionCall) -> str | None:
         return "torch's scaled_dot_product_attention does not return the lse"
     if call.sm_scale <= 0:
         return f"sm_scale {call.sm_scale} is not positive: torch's is_causal path gives NaN"
-    return None
+    return storage_refusal(call, "torch's scaled_dot_product_attention")
 
 
 BACKENDS = {

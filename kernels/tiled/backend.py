@@ -7,7 +7,8 @@ For each tile of BLOCK_M query rows, over tiles of BLOCK_N keys that the band le
     l     = alpha l + sum_n p;  acc = alpha acc + p v
     o     = acc / l  (l == 0: zeros);  lse = m + log(l)
 
-Nothing of size seqlen_q x seqlen_k is ever built. It takes every call: the last resort on each device.
+Nothing of size seqlen_q x seqlen_k is ever built. It takes every call, the last resort on each device: pages are
+gathered and quantised K and V multiplied out before, packed sequences and those of a batch_invariant call run alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from attnpatch.attention_call import AttentionCall
 from attnpatch.dispatch import Backend
 from attnpatch.kernels.bands import key_range, without_idle_terms
+from attnpatch.kernels.dense import dense, sequences
 from attnpatch.masking import alibi_bias, excluded, visible_tile
 
 BLOCK_M = 256
@@ -25,17 +27,34 @@ BLOCK_N = 1024
 
 
 def tiled(call: AttentionCall) -> Tensor:
-    """Run ``call`` with tiles of BLOCK_M x BLOCK_N scores; arithmetic in float32, or float64 for float64."""
-    o, call = call.empty_output(), without_idle_terms(call)
+    """Run ``call`` with tiles of BLOCK_M x BLOCK_N scores; arithmetic in float32, or float64 for float64.
+
+    Reads ``cu_seqlens_q`` and ``cu_seqlens_k``, ``key_bounds`` and a ``q_offset`` tensor on the host.
+    """
+    o, wide = call.empty_output(), _wide(call)
+    if call.cu_seqlens_q is None and not call.batch_invariant:
+        _write(o, dense(call, wide))
+        return o
+    for place, part in sequences(call, wide):
+        _write(o[place], part)
+    return o
+
+
+def _write(o: Tensor, call: AttentionCall) -> None:
+    """Write the output of a dense call."""
+    call = without_idle_terms(call)
     for start in range(0, call.seqlen_q, BLOCK_M):
         rows = torch.arange(start, min(start + BLOCK_M, call.seqlen_q), device=call.q.device)
-        o[:, :, rows[0] : rows[-1] + 1] = _row_tile(call, rows)
-    return o
+        o[:, :, start : start + BLOCK_M] = _row_tile(call, rows)
+
+
+def _wide(call: AttentionCall) -> torch.dtype:
+    return torch.promote_types(call.q.dtype, torch.float32)
 
 
 def _row_tile(call: AttentionCall, rows: Tensor) -> Tensor:
     """Output of the given query rows, ``[batch, num_heads, m, head_dim_v]``; writes their lse if the call wants it."""
-    wide = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    wide = _wide(call)
     first, last = int(rows[0]), int(rows[-1])
     q = _grouped(call.q[:, :, first : last + 1], call).to(wide) * call.sm_scale
     m_i = q.new_full((*q.shape[:-1], 1), -torch.inf)

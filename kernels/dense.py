@@ -1,0 +1,105 @@
+"""Pages, quantised K and V and packed sequences in torch: their definition, and how plain backends run them.
+
+pages        key j of sequence b is row j % page_size of page block_table[b, j // page_size]
+quantised    k.float() * k_scale[..., None]
+packed       one call of batch 1 per sequence
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from attnpatch.attention_call import AttentionCall
+
+Index = tuple[slice, slice, slice]
+"""Batch, heads and rows of q, o and lse; or of K and V."""
+
+ALL = slice(None)
+
+
+def dense(call: AttentionCall, dtype: torch.dtype | None = None) -> AttentionCall:
+    """``call`` with K and V neither in pages nor quantised; packed sequences stay so.
+
+    Args:
+        call: any call.
+        dtype: of what was quantised; default that of q.
+    """
+    dtype = dtype or call.q.dtype
+    k, v = _dense(call.k, call.k_scale, call.block_table, dtype), _dense(call.v, call.v_scale, call.block_table, dtype)
+    return call._replace(k=k, v=v, block_table=None, k_scale=None, v_scale=None)
+
+
+def _dense(x: Tensor, scale: Tensor | None, block_table: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if block_table is not None:
+        x, scale = _gathered(x, block_table), None if scale is None else _gathered(scale, block_table)
+    if scale is None:
+        return x
+    wide = torch.promote_types(dtype, torch.float32)
+    return (x.to(wide) * scale.to(wide)[..., None]).to(dtype)
+
+
+def _gathered(pool: Tensor, block_table: Tensor) -> Tensor:
+    """``[num_pages, num_kv_heads, page_size, ...]`` as ``[batch, num_kv_heads, num_blocks * page_size, ...]``."""
+    return pool[block_table.long().clamp(0, pool.shape[0] - 1)].transpose(1, 2).flatten(2, 3)
+
+
+def sequences(call: AttentionCall, dtype: torch.dtype | None = None) -> Iterator[tuple[Index, AttentionCall]]:
+    """Each sequence's place in q, o and lse, and the sequence as a dense call of batch 1; ``dtype`` as in ``dense``.
+
+    Reads cu_seqlens on the host: on a GPU that waits for the device.
+    """
+    for b in range(call.batch):
+        place, part = sequence(call, b)
+        yield place, dense(part, dtype)
+
+
+def sequence(call: AttentionCall, b: int) -> tuple[Index, AttentionCall]:
+    """The place of sequence ``b`` in q, o and lse, and a call of batch 1 on views of its part; pages stay pages."""
+    rows = _place(call.cu_seqlens_q, b)
+    keys = (ALL, ALL, ALL) if call.block_table is not None else _place(call.cu_seqlens_k, b)
+    k, v, k_scale, v_scale = (None if x is None else x[keys] for x in (call.k, call.v, call.k_scale, call.v_scale))
+    one = slice(b, b + 1)
+    mask, bounds, padding, table = (
+        None if x is None else x[one] for x in (call.attn_mask, call.key_bounds, call.key_padding, call.block_table)
+    )
+    offset, slopes = call.q_offset, call.alibi_slopes
+    if isinstance(offset, Tensor) and offset.dim() > 0:
+        offset = offset.expand(call.batch)[one]
+    return rows, call._replace(
+        q=call.q[rows],
+        k=k,
+        v=v,
+        attn_mask=mask,
+        key_padding=padding,
+        q_offset=offset,
+        key_bounds=bounds,
+        alibi_slopes=slopes if slopes is None or slopes.dim() == 1 else slopes[one],
+        lse=None if call.lse is None else call.lse[rows],
+        block_table=table,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+    )
+
+
+def _place(cu_seqlens: Tensor | None, b: int) -> Index:
+    if cu_seqlens is None:
+        return slice(b, b + 1), ALL, ALL
+    start, stop = cu_seqlens[b : b + 2].tolist()
+    return ALL, ALL, slice(start, stop)
+
+
+def storage_refusal(call: AttentionCall, reader: str) -> str | None:
+    """Why ``reader``, which takes K and V as they are and as a batch, does not take ``call``; None if it does."""
+    if call.block_table is not None:
+        return f"K and V lie in pages of {call.page_size}, and {reader} follows no block_table"
+    for name, x, scale in (("K", call.k, call.k_scale), ("V", call.v, call.v_scale)):
+        if scale is not None:
+            return f"{name} is {str(x.dtype).removeprefix('torch.')}, and {reader} multiplies no scale in"
+    if call.cu_seqlens_q is not None:
+        return f"{call.batch} sequences are packed, and {reader} reads no cu_seqlens_q"
+    return None
