@@ -60,7 +60,7 @@ def sequence(call: AttentionCall, b: int) -> tuple[Index, AttentionCall]:
     """The place of sequence ``b`` in q, o and lse, and a call of batch 1 on views of its part; pages stay pages."""
     rows = _place(call.cu_seqlens_q, b)
     keys = (ALL, ALL, ALL) if call.block_table is not None else _place(call.cu_seqlens_k, b)
-    k, v, k_scale, v_scale = (None if x is None else x[keys] for x in (call.k, call.v, call.k_scale, call.v_scale))
+    k_scale, v_scale = (None if x is None else x[keys] for x in (call.k_scale, call.v_scale))
     one = slice(b, b + 1)
     mask, bounds, padding, table = (
         None if x is None else x[one] for x in (call.attn_mask, call.key_bounds, call.key_padding, call.block_table)
@@ -70,8 +70,8 @@ def sequence(call: AttentionCall, b: int) -> tuple[Index, AttentionCall]:
         offset = offset.expand(call.batch)[one]
     return rows, call._replace(
         q=call.q[rows],
-        k=k,
-        v=v,
+        k=call.k[keys],
+        v=call.v[keys],
         attn_mask=mask,
         key_padding=padding,
         q_offset=offset,

@@ -1,19 +1,28 @@
-"""Random attention calls for kernel tests and benchmarks, with outputs and cache tails poisoned."""
+"""Random attention calls for kernel tests and benchmarks, with outputs and cache tails poisoned.
+
+``random_call`` draws a plain one; ``quantised``, ``packed`` and ``paged`` store one as caches and servers do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attnpatch import attention_call
 from attnpatch.attention_call import AttentionCall
+from attnpatch.kernels.dense import sequence
 from attnpatch.kernels.reference import attention_lse_reference, hidden_keys
+from attnpatch.masking import without_repeats
 from attnpatch.testing.tolerance import assert_same_function
+
+KEYS = ("k", "v", "k_scale", "v_scale")
 
 
 def random_call(
@@ -71,6 +80,138 @@ def key_bounds(first: Any, stop: Any, plain: Any = 1) -> Tensor:
     return torch.stack([-values[0], *values[1:]], dim=-1).int()
 
 
+def quantised(call: AttentionCall, dtype: torch.dtype, per: str = "token") -> AttentionCall:
+    """``call`` with K and V in ``dtype``, one of QUANTISED, and a scale per "token" and head, or per "head"."""
+    (k, k_scale), (v, v_scale) = (_quantised(x, dtype, per) for x in (call.k, call.v))
+    return call._replace(k=k, v=v, k_scale=k_scale, v_scale=v_scale)
+
+
+def _quantised(x: Tensor, dtype: torch.dtype, per: str) -> tuple[Tensor, Tensor]:
+    """``x`` and its scale. Poison stays poison: NaN in 8 bit floats, in a token's scale too, 127 in int8."""
+    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    size = x.float().abs()
+    absmax = size.amax(dim=3) if per == "token" else size.nan_to_num(0.0).amax(dim=(0, 2, 3))[None, :, None]
+    scale = (absmax / largest).masked_fill(absmax == 0, 1.0)
+    y = x.float() / scale[..., None]
+    y = y.round().nan_to_num(largest) if dtype == torch.int8 else y
+    return y.to(dtype), scale.expand(x.shape[:3])
+
+
+def packed(calls: Sequence[AttentionCall], spare: int = 0) -> AttentionCall:
+    """Calls of batch 1 as one call of packed sequences.
+
+    Args:
+        calls: of the same heads, widths, dtypes and terms, with lengths, offsets and slopes of their own. No masks.
+        spare: rows and keys of no sequence behind the last, full of poison.
+    """
+    first, device = calls[0], calls[0].q.device
+    fields = {n: _joined([getattr(call, n) for call in calls], spare) for n in ("q", *KEYS)}
+    if first.lse is not None:
+        fields["lse"] = torch.full(fields["q"].shape[:3], -torch.inf, device=device)
+    if first.alibi_slopes is not None and first.alibi_slopes.dim() == 2:
+        fields["alibi_slopes"] = torch.cat([call.alibi_slopes for call in calls if call.alibi_slopes is not None])
+    return first._replace(
+        **fields,
+        q_offset=torch.tensor([int(call.q_offset) for call in calls], device=device),
+        cu_seqlens_q=_cu_seqlens([call.seqlen_q for call in calls], device),
+        cu_seqlens_k=_cu_seqlens([call.seqlen_k for call in calls], device),
+    )
+
+
+def _joined(parts: Sequence[Any], spare: int) -> Any:
+    """``[1, heads, length, ...]`` end to end, in the strides models produce, then ``spare`` of poison."""
+    if parts[0] is None:
+        return None
+    x = torch.cat([x.transpose(1, 2) for x in parts], dim=1)
+    return torch.cat([x, _poison(x, (1, spare, *x.shape[2:]))], dim=1).transpose(1, 2)
+
+
+def _cu_seqlens(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def _poison(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """NaN, or the largest integer, in the dtype of ``x``."""
+    return torch.full(tuple(shape), 127 if x.dtype == torch.int8 else torch.nan, device=x.device).to(x.dtype)
+
+
+def paged(call: AttentionCall, page_size: int, spare: int = 3, seed: int = 0) -> AttentionCall:
+    """``call`` with K and V in pages, in an order of chance.
+
+    What fills the last page up is poison, and hidden. Blocks that no row sees (but for attn_mask, which does not
+    keep kernels from reading) are poison too, or have no page at all: their entry is -1, or beyond the pool.
+
+    Args:
+        call: any call without pages; packed, its band must end at each sequence's last key.
+        page_size: keys per page.
+        spare: pages of no sequence.
+        seed: of the generator.
+    """
+    call = _filled_up(call, page_size)
+    num_blocks, device = call.seqlen_k // page_size, call.q.device
+    generator = torch.Generator().manual_seed(seed)
+    total = call.batch * num_blocks + spare
+    pages = torch.randperm(total, generator=generator)[spare:].view(call.batch, num_blocks).to(device)
+    live = _read_keys(call).unflatten(1, (num_blocks, page_size)).any(dim=-1)
+    chance = torch.rand(pages.shape, generator=generator).to(device)
+    table = torch.where(live | (chance > 0.5), pages, torch.where(chance > 0.25, -1, total + 5)).int()
+
+    def pool(x: Tensor | None) -> Any:
+        return None if x is None else _pool(x.unflatten(2, (num_blocks, page_size)).transpose(1, 2), pages, live, total)
+
+    k, v, k_scale, v_scale = (pool(x) for x in (call.k, call.v, call.k_scale, call.v_scale))
+    return call._replace(k=k, v=v, k_scale=k_scale, v_scale=v_scale, block_table=table)
+
+
+def _pool(blocks: Tensor, pages: Tensor, live: Tensor, total: int) -> Tensor:
+    """``total`` pages of poison, and ``[batch, num_blocks, ...]`` on those of the blocks that are ``live``."""
+    pool = _poison(blocks, (total, *blocks.shape[2:]))
+    pool[pages[live]] = blocks[live]
+    return pool
+
+
+def _filled_up(call: AttentionCall, page_size: int) -> AttentionCall:
+    """The call with as many keys for each sequence, a multiple of ``page_size``; those beyond its own are hidden."""
+    parts = [sequence(call, b)[1] for b in range(call.batch)]
+    lengths = [part.seqlen_k for part in parts]
+    length = -(-max(lengths) // page_size) * page_size
+    fields = {n: _filled([getattr(part, n) for part in parts], length) for n in KEYS}
+    call = _with_longer_masks(call._replace(cu_seqlens_k=None), length)._replace(**fields)
+    beyond = torch.arange(length, device=call.q.device) >= torch.tensor(lengths, device=call.q.device)[:, None]
+    if (_read_keys(call) & beyond).any():
+        if call.cu_seqlens_q is not None:
+            raise ValueError(f"packed keys of lengths {lengths} fill no pages of {page_size}, and the band hides none")
+        call = call._replace(key_padding=~beyond)
+    return call
+
+
+def _filled(parts: Sequence[Any], length: int) -> Any:
+    """``[1, heads, own length, ...]`` each, as one ``[batch, heads, length, ...]`` that ends with poison."""
+    if parts[0] is None:
+        return None
+    shapes = [(1, x.shape[1], length - x.shape[2], *x.shape[3:]) for x in parts]
+    return torch.cat([torch.cat([x, _poison(x, shape)], dim=2) for x, shape in zip(parts, shapes, strict=True)])
+
+
+def _with_longer_masks(call: AttentionCall, length: int) -> AttentionCall:
+    """The call's masks for ``length`` keys."""
+    mask, padding, bounds, more = call.attn_mask, call.key_padding, call.key_bounds, length - call.seqlen_k
+    if mask is not None:
+        mask = F.pad(without_repeats(mask), (0, more)).expand(*mask.shape[:3], length)
+    if padding is not None:
+        padding = F.pad(padding, (0, more))
+    if bounds is not None:
+        end = bounds.new_tensor([call.seqlen_k, call.seqlen_k, 1])  # plain counts up to the old end only
+        bounds = torch.minimum(without_repeats(bounds), end).expand(bounds.shape)
+    return call._replace(attn_mask=mask, key_padding=padding, key_bounds=bounds)
+
+
+def _read_keys(call: AttentionCall) -> Tensor:
+    """Which keys a kernel may read, those that attn_mask alone hides among them: bool ``[batch, seqlen_k]``."""
+    parts = (sequence(call, b)[1]._replace(attn_mask=None) for b in range(call.batch))
+    return torch.cat([~hidden_keys(part).all(dim=2).all(dim=1) for part in parts])
+
+
 @contextmanager
 def poisoned_outputs() -> Iterator[None]:
     """Fill every output a backend allocates through ``empty_output`` with NaN first."""
@@ -87,11 +228,11 @@ def check_backend(backend: Any, call: AttentionCall) -> Tensor:
     """Run ``call`` on a backend and assert values, zeros of hidden rows, layout, dtype and lse; return the output."""
     assert backend.refuses(call) is None, backend.refuses(call)
     if call.lse is not None:
-        call.lse.fill_(float("nan"))
+        call.lse.fill_(float("nan") if call.cu_seqlens_q is None else -torch.inf)
     with poisoned_outputs():
         o = backend.run(call)
-    visible_rows = ~hidden_keys(call).all(dim=-1)
     (original, _), (o64, lse64) = attention_lse_reference(call, call.q.dtype), attention_lse_reference(call)
+    visible_rows = lse64 > -torch.inf
     assert_same_function(o, original, o64, visible_rows)
     assert (o[~visible_rows] == 0).all(), "a row without a visible key must be zeros"
     expected = call.empty_output()
