@@ -151,11 +151,15 @@ def run(call: AttentionCall, names: Sequence[str] = ()) -> Tensor:
 
 
 def traffic_of(call: AttentionCall) -> Traffic:
-    """What attention written out moves besides its inputs and output, in bytes."""
-    batch, num_heads, seqlen_q, head_dim = call.q.shape
-    seqlen_k, itemsize = call.k.shape[2], call.q.element_size()
-    repeated = num_heads != call.k.shape[1]
+    """What attention written out moves besides its inputs and output, in bytes.
+
+    Packed sequences count as equally long: their lengths are on the device.
+    """
+    sequences, num_heads, seqlen_q, head_dim = call.q.shape
+    itemsize, rows = call.q.element_size(), sequences * seqlen_q
+    keys = call.seqlen_k * (1 if call.cu_seqlens_k is not None else call.batch)
+    repeated = num_heads != call.num_kv_heads
     return Traffic(
-        scores=4 * itemsize * batch * num_heads * seqlen_q * seqlen_k,
-        repeats=2 * itemsize * batch * num_heads * seqlen_k * (head_dim + call.v.shape[3]) if repeated else 0,
+        scores=4 * itemsize * num_heads * rows * keys // max(call.batch, 1),
+        repeats=2 * itemsize * num_heads * keys * (head_dim + call.head_dim_v) if repeated else 0,
     )
