@@ -38,13 +38,17 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# On a GPU machine with its own torch and triton, nothing is installed.
+# On a GPU machine with its own torch and triton, nothing is installed. Peers are measured where PYTHONPATH has them
+# (fa3-fwd, flashinfer-python). The first pass of bench compiles everything, on all cores.
+ON_GPU = TRITON_INTERPRET=0 PYTHONPATH=.$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PYTHON)
+
 gpu:
-	TRITON_INTERPRET=0 PYTHONPATH=. $(PYTHON) -m pytest tests/gpu $(ARGS)
-	TRITON_INTERPRET=0 PYTHONPATH=. $(PYTHON) benchmarks/run.py
+	$(ON_GPU) -m pytest tests/gpu $(ARGS)
+	$(MAKE) bench ARGS=
 
 bench:
-	TRITON_INTERPRET=0 PYTHONPATH=. $(PYTHON) benchmarks/run.py $(ARGS)
+	-$(ON_GPU) benchmarks/run.py --once $(ARGS)
+	$(ON_GPU) benchmarks/run.py $(ARGS)
 
 # Build both distributions and import the wheel away from the checkout.
 wheel: $(READY)

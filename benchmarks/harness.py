@@ -22,7 +22,10 @@ from typing import Any
 
 import torch
 
-ROUNDS = 5
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Of all inputs; a CPU only runs each case once, to test it."""
+
+ROUNDS = 3
 PAUSE_S = 0.15
 BURST_MS, LOAD_MS, HOT_MS = 6, 110, 40
 PAST_L2 = 256 << 20
@@ -56,10 +59,10 @@ class Captured:
         return start.elapsed_time(stop) / replays / self.calls
 
 
-def interleave(captured: dict[str, Captured]) -> dict[str, dict[str, float]]:
+def interleave(captured: dict[str, Captured], rounds: int = ROUNDS) -> dict[str, dict[str, float]]:
     """Median ms of each, by clock: ``{name: {"burst": ms, "hot": ms}}``; a new random order each round."""
     times: dict[str, dict[str, list[float]]] = {name: {"burst": [], "hot": []} for name in captured}
-    for round_ in range(ROUNDS):
+    for round_ in range(rounds):
         for name in random.Random(round_).sample(sorted(captured), len(captured)):
             time.sleep(PAUSE_S)
             times[name]["burst"].append(captured[name].time(BURST_MS))
@@ -76,6 +79,8 @@ def environment(commit: str | None) -> dict[str, str]:
         "triton": _version("triton"),
         "transformers": _version("transformers"),
         "cudnn": str(torch.backends.cudnn.version()),
+        "flashinfer": _version("flashinfer-python"),
+        "fa3": _version("fa3-fwd"),
         "commit": commit or _commit(),
         "date": datetime.date.today().isoformat(),
     }

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from harness import PAST_L2, Captured, interleave
+from harness import DEVICE, PAST_L2
+from measure import Implementation, Implementations, our_name, ours
+from peers import additive_mask, cudnn, fa3, flashinfer, hf_eager, sdpa_flash
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnpatch.attention_call import AttentionCall
-from attnpatch.dispatch import load_backend
-from attnpatch.masking import band
-from attnpatch.testing.inputs import random_call
-from attnpatch.testing.samples import check_samples, relative_error
+from attnpatch.testing.inputs import paged, quantised, random_call
 
 SUITES = {
     "prefill": [
@@ -29,45 +26,40 @@ SUITES = {
         "B1 H9/3 S4096 D64 causal",
     ],
     "decode": [
-        "B8 H32/8 S32768 D128",
+        "B1 H32/8 S1024 D128",
         "B1 H32/8 S4096 D128",
         "B1 H32/8 S32768 D128",
+        "B1 H32/8 S131072 D128",
+        "B8 H32/8 S8192 D128",
+        "B8 H32/8 S32768 D128",
+        "B32 H32/8 S4096 D128",
+        "B64 H32/8 S1024 D128",
+        "B1 H32/32 S32768 D128",
+        "B1 H16/2 S65536 D128",
+        "B8 H16/8 S16384 D256",
+        "B1 H24/4 S262144 D256",
         "B1 H9/3 S4096 D64",
     ],
+    "append": [f"B1 H32/8 S32768 D128 q {rows}" for rows in (1, 4, 8, 16, 64)],
+    "paged": [
+        "B1 H32/8 S32768 D128 page 16",
+        "B8 H32/8 S32768 D128 page 16",
+        "B8 H32/8 S32768 D128 page 64",
+        "B8 H32/8 S32768 D128 page 256",
+        "B32 H32/8 S4096 D128 page 16",
+    ],
+    "ragged": ["B32 H32/8 S32768 D128 from 128"],
+    "static": ["B1 H32/8 S131072 D128 window 4096", "B1 H32/8 S131072 D128 holds 2048"],
+    "quantised": ["B1 H32/8 S32768 D128", "B8 H32/8 S32768 D128"],
+    "invariant": ["B1 H32/8 S4096 D128", "B1 H32/8 S32768 D128", "B8 H32/8 S32768 D128"],
 }
-"""Cases by suite; H is query heads / key and value heads. A decode step sees all S keys."""
-
-Implementations = dict[str, Callable[[AttentionCall], Tensor]]
-"""What can run a call, by the name it has in the results."""
+"""Cases by suite; H is query heads / key and value heads, S the keys. But for prefill the last row sees all S keys, or
+the last ``window``, or the ``holds`` that a static cache of S holds, or as many as its sequence has, drawn from
+``from`` to S on a logarithmic scale."""
 
 MOST_BUFFERS = 64
-LEAST_STEPS = 8
-
-
-class Measured(Protocol):
-    """What :func:`measure` needs to know of a case."""
-
-    @property
-    def suite(self) -> str:
-        """The suite's name."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """The case's name."""
-        ...
-
-    def calls(self) -> list[AttentionCall]:
-        """Calls over different buffers, together larger than L2."""
-        ...
-
-    def implementations(self, call: AttentionCall) -> Implementations:
-        """Ours, the first, and its peers."""
-        ...
-
-    def rate(self, ms: float) -> dict[str, float]:
-        """Useful work per second, by unit."""
-        ...
+EAGER_BYTES = 256 << 20
+"""Of K and V, the most that Hugging Face's eager decode is measured on: it takes up to 30 times as long."""
 
 
 class Case(NamedTuple):
@@ -80,118 +72,173 @@ class Case(NamedTuple):
     num_kv_heads: int
     seqlen: int
     head_dim: int
-    window: int | None
-    causal: bool
+    words: dict[str, int]
 
     @classmethod
     def parse(cls, suite: str, name: str) -> Case:
-        """Read ``name``."""
-        match = re.fullmatch(r"B(\d+) H(\d+)/(\d+) S(\d+) D(\d+)(?: (causal|full|window (\d+)))?", name)
+        """Read ``name``: sizes, then words, each with a number or without (0)."""
+        match = re.fullmatch(r"B(\d+) H(\d+)/(\d+) S(\d+) D(\d+)((?: [a-z]+(?: \d+)?)*)", name)
         assert match, name
-        sizes = [int(group) for group in match.groups()[:5]]
-        window = match[7] and int(match[7])
-        return cls(suite, name, *sizes, window=window, causal=match[6] != "full")
+        words = {word: int(number or 0) for word, number in re.findall(r"([a-z]+)(?: (\d+))?", match[6])}
+        return cls(suite, name, *(int(group) for group in match.groups()[:5]), words=words)
 
-    def calls(self) -> list[AttentionCall]:
-        """Calls over different buffers, together larger than L2."""
-        rows = 1 if self.suite == "decode" else self.seqlen
-        vectors = 2 * self.batch * (rows * self.num_heads + self.seqlen * self.num_kv_heads)  # q, o and k, v
-        count = min(MOST_BUFFERS, -(-PAST_L2 // (2 * vectors * self.head_dim)))
-        calls = [self._call(seed) for seed in range(count)]
-        # A decode step is short beside the gap between two graphs.
-        return calls * (-(-LEAST_STEPS // count) if self.suite == "decode" else 1)
+    @property
+    def short(self) -> bool:
+        """Whether a run is short beside the gap between two graphs."""
+        return self.suite != "prefill"
 
-    def _call(self, seed: int) -> AttentionCall:
-        rows = 1 if self.suite == "decode" else self.seqlen
-        terms: dict[str, Any] = {"window_right": 0} if self.causal else {}
-        if self.window:
-            terms["window_left"] = self.window - 1
-        if self.suite == "decode":
-            terms["q_offset"] = torch.tensor(self.seqlen - 1, device="cuda")
-        sizes = (self.batch, self.num_heads, self.num_kv_heads, rows, self.seqlen, self.head_dim)
-        return random_call(*sizes, dtype=torch.bfloat16, device="cuda", seed=seed, **terms)
+    @property
+    def rows(self) -> int:
+        """Query rows per sequence."""
+        return self.seqlen if self.suite == "prefill" else self.words.get("q", 1)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Keys that the last row of each sequence sees."""
+        longest = self.words.get("window") or self.words.get("holds") or self.seqlen
+        if "from" not in self.words:
+            return [longest] * self.batch
+        steps = torch.rand(self.batch, generator=torch.Generator().manual_seed(0)).tolist()
+        return [round(self.words["from"] * (self.seqlen / self.words["from"]) ** step) for step in steps]
+
+    @property
+    def buffers(self) -> int:
+        """Calls over different buffers that are together larger than L2."""
+        vectors = 2 * (self.batch * self.rows * self.num_heads + sum(self._seen) * self.num_kv_heads)  # q, o and k, v
+        return min(MOST_BUFFERS, -(-PAST_L2 // (2 * vectors * self.head_dim)))
+
+    @property
+    def _seen(self) -> list[int]:
+        """Keys of each sequence that some row sees."""
+        return [self.seqlen] * self.batch if self.suite == "prefill" else self.lengths
+
+    def call(self, seed: int) -> AttentionCall:
+        """A call over buffers of its own; its cache is dense."""
+        terms: dict[str, Any] = {} if "full" in self.words else {"window_right": 0}
+        if "window" in self.words:
+            terms["window_left"] = self.words["window"] - 1
+        if self.suite != "prefill":
+            terms["q_offset"] = self._positions()
+        sizes = (self.batch, self.num_heads, self.num_kv_heads, self.rows, self.seqlen, self.head_dim)
+        return random_call(*sizes, dtype=torch.bfloat16, device=DEVICE, seed=seed, **terms)
+
+    def _positions(self) -> Tensor:
+        """Of the first row, on the device: one, or one per sequence where they differ."""
+        ends = self.lengths if "from" in self.words else self.words.get("holds") or self.seqlen
+        return torch.tensor(ends, device=DEVICE) - self.rows
 
     def implementations(self, call: AttentionCall) -> Implementations:
-        """Ours, cuDNN, FlashAttention where it can, and Hugging Face's eager attention."""
-        return implementations(call)
+        """Ours and its peers, by what the suite compares."""
+        return IMPLEMENTATIONS[self.suite](self, call)
 
-    def rate(self, ms: float) -> dict[str, float]:
-        """Useful work per second: bytes of K and V for decode, products of visible pairs for prefill."""
-        if self.suite == "decode":
-            elements = 2 * self.batch * self.num_kv_heads * self.seqlen * self.head_dim
-            return {"tbps": 2 * elements / ms / 1e9}
-        pairs = self.seqlen**2 / (2 if self.causal else 1)
-        if self.window:
-            pairs = self.seqlen * self.window - self.window**2 / 2
+    def rate(self, ms: float, form: Any) -> dict[str, float]:
+        """Useful work per second: bytes of the visible keys and values as stored, or products of visible pairs."""
+        if self.suite != "prefill":
+            return {"tbps": sum(self._seen) * self.num_kv_heads * self._key_bytes(form) / ms / 1e9}
+        pairs = self.seqlen**2 / (1 if "full" in self.words else 2)
+        if window := self.words.get("window"):
+            pairs = self.seqlen * window - window**2 / 2
         return {"tflops": 4 * self.batch * self.num_heads * self.head_dim * pairs / ms / 1e9}
 
-
-def ours(call: AttentionCall) -> Tensor:
-    """The kernel that dispatch would take."""
-    return load_backend(_backend(call)).run(call)
-
-
-def _backend(call: AttentionCall) -> str:
-    return "triton.decode" if call.seqlen_q == 1 else "triton.prefill"
+    def _key_bytes(self, form: Any) -> int:
+        """Bytes of one key and its value, with scales where they have their own."""
+        if not isinstance(form, AttentionCall):
+            return 4 * self.head_dim
+        scales = [x for x in (form.k_scale, form.v_scale) if x is not None and x.stride(2) != 0]
+        return self.head_dim * (form.k.element_size() + form.v.element_size()) + 4 * len(scales)
 
 
-def sdpa(backend: SDPBackend, call: AttentionCall, attn_mask: Tensor | None) -> Tensor:
-    """torch's scaled_dot_product_attention on one backend."""
-    causal = call.is_banded and call.seqlen_q > 1 and attn_mask is None
-    with sdpa_kernel([backend]):
-        return F.scaled_dot_product_attention(
-            call.q, call.k, call.v, attn_mask, is_causal=causal, enable_gqa=call.group_size > 1
-        )
+def _own(call: AttentionCall) -> Implementations:
+    return {our_name(call): Implementation(ours)}
 
 
-def hf_eager(call: AttentionCall, attn_mask: Tensor | None) -> Tensor:
-    """The ``eager_attention_forward`` of Hugging Face's Llama, mask included."""
-    k, v = (_repeat_kv(x, call.group_size) for x in (call.k, call.v))
-    scores = call.q @ k.transpose(2, 3) * call.sm_scale
-    if attn_mask is not None:
-        scores = scores + attn_mask
-    return scores.softmax(dim=-1, dtype=torch.float32).to(call.q.dtype) @ v
-
-
-def _repeat_kv(x: Tensor, n: int) -> Tensor:
-    batch, heads, seqlen, head_dim = x.shape
-    return x[:, :, None].expand(batch, heads, n, seqlen, head_dim).reshape(batch, heads * n, seqlen, head_dim)
-
-
-def implementations(call: AttentionCall) -> Implementations:
-    """What can run ``call`` of a band alone."""
-    needs_mask = call.window_left is not None
-    additive = _additive_mask(call) if call.seqlen_q > 1 and call.is_banded else None
-    cudnn_mask = additive if needs_mask else None
-    found: Implementations = {
-        f"attnpatch.{_backend(call)}": ours,
-        "cudnn": partial(sdpa, SDPBackend.CUDNN_ATTENTION, attn_mask=cudnn_mask),
-        "hf-eager": partial(hf_eager, attn_mask=additive),
+def _prefill(case: Case, call: AttentionCall) -> Implementations:
+    additive = additive_mask(call) if call.is_banded else None
+    found = {
+        **_own(call),
+        "cudnn": cudnn(additive if "window" in case.words else None),
+        "hf-eager": Implementation(partial(hf_eager, attn_mask=additive)),
     }
-    if not needs_mask:  # FlashAttention in torch takes no mask
-        found["sdpa-flash"] = partial(sdpa, SDPBackend.FLASH_ATTENTION, attn_mask=None)
+    return found if "window" in case.words else {**found, "sdpa-flash": sdpa_flash()}
+
+
+def _decode(case: Case, call: AttentionCall) -> Implementations:
+    found = {**_own(call), "cudnn": cudnn(), "sdpa-flash": sdpa_flash(), **fa3()}
+    if case.head_dim <= 128:
+        found |= flashinfer()
+    if sum(case.lengths) * case.num_kv_heads * 4 * case.head_dim <= EAGER_BYTES:
+        found["hf-eager"] = Implementation(hf_eager)
     return found
 
 
-def _additive_mask(call: AttentionCall) -> Tensor:
-    """The N x N mask that a model builds, ``[1, 1, seqlen_q, seqlen_k]``."""
-    rows, keys = (torch.arange(n, device=call.q.device) for n in (call.seqlen_q, call.seqlen_k))
-    hidden = ~band(call, rows, keys)[:, None]
-    return call.q.new_zeros(hidden.shape).masked_fill_(hidden, torch.finfo(call.q.dtype).min)
+def _append(case: Case, call: AttentionCall) -> Implementations:
+    # torch's is_causal counts from the upper left: cuDNN gets the mask as a tensor, FlashAttention-2 takes none
+    return {**_own(call), "cudnn": cudnn(additive_mask(call) if case.rows > 1 else None), **fa3(), **flashinfer()}
 
 
-def measure(case: Measured) -> Iterator[dict[str, Any]]:
-    """Rows of one case: every implementation, both clocks. Ours must be right before anything is timed.
+def _in_pages(implementations: Implementations, page_size: int) -> Implementations:
+    """The same, on pages: the cache is dealt out before the implementation prepares it."""
 
-    Raises:
-        AssertionError: our output is outside the tolerance against float64.
-    """
-    calls = case.calls()
-    found = case.implementations(calls[0])
-    check_samples(next(iter(found.values()))(calls[0]), calls[0])
-    errors = {name: relative_error(run(calls[0]), calls[0]) for name, run in found.items()}
-    captured = {name: Captured(run, calls) for name, run in found.items()}
-    for name, by_clock in interleave(captured).items():
-        for clock, ms in by_clock.items():
-            row = {"suite": case.suite, "case": case.name, "impl": name, "ms": ms}
-            yield {**row, **case.rate(ms), "rel_err": errors[name], "clock": clock}
+    def prepare(prepare_pages: Callable[[AttentionCall], Any], call: AttentionCall) -> Any:
+        return prepare_pages(paged(call, page_size))
+
+    return {name: Implementation(one.run, partial(prepare, one.prepare)) for name, one in implementations.items()}
+
+
+def _paged(case: Case, call: AttentionCall) -> Implementations:
+    page_size = case.words.get("page", 16)
+    pages = {our_name(paged(call, page_size)): Implementation(ours), **flashinfer()}
+    return {**_in_pages(pages, page_size), **_own(call)}
+
+
+def _ragged(case: Case, call: AttentionCall) -> Implementations:
+    return {**_own(call), **fa3(), **_paged(case, call)}
+
+
+def _static(case: Case, call: AttentionCall) -> Implementations:
+    """The cache of S keys, and beside it one of only the keys that are visible."""
+
+    def cut(call: AttentionCall) -> AttentionCall:
+        stop, length = case.words.get("holds") or case.seqlen, case.lengths[0]
+        k, v = (x[:, :, stop - length : stop].transpose(1, 2).contiguous().transpose(1, 2) for x in (call.k, call.v))
+        return call._replace(k=k, v=v, window_left=None, q_offset=torch.tensor(length - 1, device=DEVICE))
+
+    own = our_name(call)
+    on_cut = {f"{own}+cut": Implementation(ours, cut), "cudnn+cut": cudnn()._replace(prepare=cut)}
+    return {**_own(call), **on_cut, **(fa3() if "holds" in case.words else {})}
+
+
+def _quantised(case: Case, call: AttentionCall) -> Implementations:
+    found = _own(call)
+    for dtype, short in ((torch.float8_e4m3fn, "fp8"), (torch.int8, "int8")):
+        for per in ("token", "head"):
+            form = partial(quantised, dtype=dtype, per=per)
+            found[f"{our_name(form(call))}+{short} per {per}"] = Implementation(ours, form)
+    return found
+
+
+def _invariant(case: Case, call: AttentionCall) -> Implementations:
+    found = _own(call)
+    found[f"{our_name(call)}+batch_invariant"] = Implementation(ours, lambda call: call._replace(batch_invariant=True))
+    if case.batch == 1:
+        found[f"{our_name(call)}+over queries only"] = Implementation(_one_split)
+    return found
+
+
+def _one_split(call: AttentionCall) -> Tensor:
+    from attnpatch.kernels.decode.launch import decode
+
+    return decode(call, num_splits=1)
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Case, AttentionCall], Implementations]] = {
+    "prefill": _prefill,
+    "decode": _decode,
+    "append": _append,
+    "paged": _paged,
+    "ragged": _ragged,
+    "static": _static,
+    "quantised": _quantised,
+    "invariant": _invariant,
+}
+"""What each suite compares. Ours on the dense cache as it is comes first, but for ``paged``."""
