@@ -4,8 +4,9 @@
     attention_lse        o and the logarithm of the softmax's denominator
     attention_backward   of both
     key_bounds           a mask as the term of that name
+    cache_write          new keys and values into caches, in place
 
-Functional (they write nothing they did not allocate), with one output layout. Defined through
+All others are functional (they write nothing they did not allocate), with one output layout. Defined through
 ``torch.library.Library`` and not ``custom_op``: dispatch costs 7 us that way instead of 17 us (torch 2.13, 2 cores).
 """
 
@@ -17,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnpatch import dispatch, masking
+from attnpatch import dispatch, masking, writing
 from attnpatch.attention_call import AttentionCall, new_output
 from attnpatch.checking import check_mask_dtype, make_call
+from attnpatch.writing import cache_write as cache_write
 
 _TERMS = (
     "Tensor q, Tensor k, Tensor v, float sm_scale, Tensor? attn_mask=None, Tensor? key_padding=None, "
@@ -37,6 +39,7 @@ for _schema in (
     f"attention_lse({_TERMS}, {_STORAGE}, str backends='') -> (Tensor, Tensor)",
     f"attention_backward(Tensor grad_o, Tensor? grad_lse, {_TERMS}) -> ({', '.join(['Tensor'] * 6)})",
     "key_bounds(Tensor mask) -> Tensor",
+    writing.SCHEMA,
 ):
     _LIBRARY.define(_schema, tags=[torch.Tag.pt2_compliant_tag])
 
@@ -211,7 +214,7 @@ _NO_GRADIENT = ("block_table", "k_scale", "v_scale", "cu_seqlens_q", "cu_seqlens
 def _backward(ctx: Any, grad_o: Tensor, grad_lse: Tensor | None = None) -> tuple[Any, ...]:
     if ctx.without_gradient:
         raise NotImplementedError(
-            f"attention with {' and '.join(ctx.without_gradient)} has no backward: run it under torch.no_grad(), or "
+            f"attention with {', '.join(ctx.without_gradient)} has no backward: run it under torch.no_grad(), or "
             "give it one dense K and V per sequence (gathered, dequantised, unpacked)"
         )
     args = [c if t is None else t for t, c in zip(ctx.saved_tensors, ctx.constants, strict=True)]
@@ -247,6 +250,7 @@ _OPERATORS = {
     "attention_lse": (_attention_lse, _attention_lse_fake),
     "attention_backward": (_attention_backward, _attention_backward_fake),
     "key_bounds": (_key_bounds, _key_bounds_fake),
+    "cache_write": (writing.run, writing.fake),
 }
 for _name, (_run, _fake) in _OPERATORS.items():
     for _device in ("CPU", "CUDA"):
