@@ -73,7 +73,7 @@ class MixedCase(NamedTuple):
         q = draw(1, int(rows.sum()), self.num_heads, self.head_dim).transpose(1, 2)
         k, v = (draw(int(table.max()) + 1, self.num_kv_heads, self.page_size, self.head_dim) for _ in range(2))
         cu_seqlens_q = F.pad(rows.cumsum(0), (1, 0)).to(torch.int32)
-        causal = {"q_offset": bottom_right_offset(cu_seqlens_q, keys), "window_right": 0}
+        causal: dict[str, Any] = {"q_offset": bottom_right_offset(cu_seqlens_q, keys), "window_right": 0}
         return AttentionCall(q, k, v, self.head_dim**-0.5, **causal, block_table=table, cu_seqlens_q=cu_seqlens_q)
 
     def _table(self, keys: Tensor, generator: torch.Generator) -> Tensor:

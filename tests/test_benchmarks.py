@@ -285,6 +285,22 @@ def test_every_suite_has_jobs_of_different_names(modules):
         assert len(set(names)) == len(names)
 
 
+def test_a_failing_case_costs_no_other_and_the_exit_code(modules, monkeypatch, tmp_path, capsys):
+    def fails(rounds=1):
+        raise AssertionError("ours is wrong")
+
+    good = [_row("S8 q 1", "attnpatch.triton.decode", clock, 2.0, tbps=1.0) for clock in ("burst", "hot")]
+    jobs = [modules.run.Job("bad", fails, fails), modules.run.Job("S8 q 1", lambda rounds: good, lambda: None)]
+    monkeypatch.setattr(modules.run, "jobs", lambda suite: jobs)
+    monkeypatch.setattr(modules.run, "environment", lambda commit: {"gpu": "NVIDIA H200", "date": "2026-11-30"})
+    options = types.SimpleNamespace(suites=["append"], quick=True, results=tmp_path, commit=None)
+    assert modules.run.report(options) == 1
+    assert "ours is wrong" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "2026-11-30-h200.json").read_text())["rows"]
+    assert rows == [{**row, "x_q1": 1.0} for row in good]
+    assert modules.run.once(["append"]) == 1
+
+
 NCU = """==PROF== Connected
 out of the program
 "ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
