@@ -215,6 +215,21 @@ def test_buffers_pass_l2_and_fit(modules, suite):
         assert len(case.lengths) == case.batch
 
 
+@pytest.mark.parametrize("name", ["B2 H2 S16 D8", "B2 H2 S16 D8 page 4"])
+def test_writes_are_the_same(modules, monkeypatch, name):
+    monkeypatch.setattr(modules.writes, "STEPS", 3)
+    rows = list(modules.writes.measure_write(name, 1))
+    assert {row["impl"] for row in rows} == {
+        "attnpatch.cache_write",
+        "torch.index_put_" if "page" in name else "torch.index_copy_",
+    }
+    assert rows[0]["tbps"] == 2 * 2 * 2 * 2 * 8 * 2 / 1e9
+
+    monkeypatch.setattr(modules.writes, "ours", lambda x: x.k_cache.zero_())
+    with pytest.raises(AssertionError):
+        list(modules.writes.measure_write(name, 1))
+
+
 def test_a_read_is_a_sum_of_everything(modules, monkeypatch):
     monkeypatch.setattr(modules.bandwidth, "PROGRAMS", 3)
     rows = list(modules.bandwidth.measure_bandwidth("read 512 KiB", 1))
@@ -326,3 +341,18 @@ def test_ncu_that_counts_nothing_is_said(modules, monkeypatch, capsys, output):
     monkeypatch.setattr(modules.bytes_read.subprocess, "run", lambda *args, **options: done)
     assert modules.bytes_read.count(modules.suites.Case.parse("decode", "B1 H4/2 S16 D16")) == []
     assert "ncu counts nothing for attnpatch" in capsys.readouterr().out
+
+
+def test_markdown_has_a_line_per_case_and_a_column_per_implementation(modules):
+    rows = [
+        _row(case, impl, clock, ms * factor, tbps=1.0)
+        for case, impls in (("B1", {"attnpatch.triton.decode": 1, "fa3": 2}), ("B2", {"attnpatch.triton.decode": 1}))
+        for impl, factor in impls.items()
+        for clock, ms in (("burst", 0.01), ("hot", 2.0))
+    ]
+    assert modules.as_markdown.table(rows) == [
+        "| case | attnpatch.triton.decode | fa3 |",
+        "| --- | --- | --- |",
+        "| B1 | 10.0 / 2000 us, 1.00 TB/s | 20.0 / 4000 us; x 2.00 / 2.00 |",
+        "| B2 | 10.0 / 2000 us, 1.00 TB/s |  |",
+    ]
