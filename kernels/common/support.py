@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from functools import cache, lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +15,12 @@ from attnpatch.attention_call import AttentionCall
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
+
+MAX_PLANS = 1024
+"""Plans kept at a time: one per length that a growing cache has had, and kind of layer."""
+
+Plan = TypeVar("Plan")
+_plans: dict[Any, Any] = {}
 
 
 def devices() -> tuple[str, ...]:
@@ -71,6 +79,11 @@ def per_head(x: Tensor | None, call: AttentionCall) -> Tensor | None:
     return None if x is None else x.expand(call.batch, call.num_heads)
 
 
+def per_head_strides(x: Tensor | None) -> tuple[int, int] | None:
+    """Strides over batch and head of ``[num_heads]`` or ``[batch, num_heads]``; None for None."""
+    return None if x is None else (x.stride(0) if x.dim() == 2 else 0, x.stride(-1))
+
+
 def strides(x: Tensor | None) -> tuple[int, ...] | None:
     """The strides of a tensor that may be absent."""
     return None if x is None else x.stride()
@@ -79,3 +92,25 @@ def strides(x: Tensor | None) -> tuple[int, ...] | None:
 def padded_width(head_dim: int) -> int:
     """Width of a tile that holds ``head_dim``: a power of two, at least what ``tl.dot`` takes."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def planned(make: Callable[..., Plan], call: tuple[Any, ...], *options: Any) -> Plan:
+    """``make(call, *options)``, made once for calls that differ in nothing but where their tensors lie.
+
+    Args:
+        make: works out what does not depend on addresses, launches and sizes above all; keeps no tensor.
+        call: tensors, numbers and None.
+        options: what else ``make`` depends on, hashable.
+    """
+    kinds = [x if x is None or not isinstance(x, Tensor) else _kind(x) for x in call]
+    key = (make, options, *kinds)
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        plan = _plans[key] = make(call, *options)
+    return plan
+
+
+def _kind(x: Tensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.dtype, x.device

@@ -1,0 +1,186 @@
+"""The operator that writes new keys and values into caches: dense ones, pages, and caches of 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnpatch.attention_call import QUANTISED
+
+SCHEMA = (
+    "cache_write(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor positions, "
+    "Tensor? block_table=None, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()"
+)
+
+
+def cache_write(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    block_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Write the keys and values of new tokens into caches, in place and in one launch.
+
+    A token whose position lies outside the cache, or on a page id outside the pool, is left out. If two tokens go to
+    one place, either may stay. Gradients do not pass.
+
+    Args:
+        k_cache: ``[batch, num_kv_heads, capacity, head_dim]``, any strides; with block_table, pages
+            ``[num_pages, num_kv_heads, page_size, head_dim]``. In k's dtype, or int8, float8_e4m3fn or float8_e5m2.
+        v_cache: likewise, of width head_dim_v; quantised or not whatever k_cache is.
+        k: ``[batch, num_kv_heads, num_tokens, head_dim]``, float, any strides.
+        v: ``[batch, num_kv_heads, num_tokens, head_dim_v]``.
+        positions: int32 or int64 on the device of k: ``[batch, num_tokens]``, ``[num_tokens]`` where all sequences
+            have the same, or ``[]``: of the first token, the others follow it.
+        block_table: int32 or int64 ``[batch, num_blocks]``: position p of sequence b is row ``p % page_size`` of page
+            ``block_table[b, p // page_size]``.
+        k_scale: float32, of k_cache's shape without head_dim, any strides; exactly when k_cache is quantised. Gets the
+            scale per token and head, by which the codes are multiplied: the largest magnitude over 127, 448 or 57344,
+            1 where a key is zero. int8 rounds ties to even. A key that holds NaN or infinity reads back as NaN.
+        v_scale: likewise for v_cache.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or a cache is expanded; the message names them.
+    """
+    torch.ops.attnpatch.cache_write(k_cache, v_cache, k, v, positions, block_table, k_scale, v_scale)
+
+
+class CacheWrite(NamedTuple):
+    """Arguments of :func:`cache_write`."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor
+    v: Tensor
+    positions: Tensor
+    block_table: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+def run(*args: Any) -> None:
+    """The operator; ``args`` are those of :func:`cache_write`, in order. Checked once per kind of arguments."""
+    from attnpatch.kernels.common.support import planned
+
+    write = CacheWrite(*args)
+    planned(_implementation, write)(*write)
+
+
+def fake(*args: Any) -> None:
+    """The operator on tensors without data."""
+    check(CacheWrite(*args))
+
+
+def _implementation(write: CacheWrite) -> Callable[..., None]:
+    """What writes arguments of this kind, called with all of them."""
+    check(write)
+    if _refused_by_triton(write):
+        from attnpatch.kernels.cache_write import reference
+
+        return reference.cache_write
+    from attnpatch.kernels.cache_write import launch
+
+    return launch.cache_write(*write)
+
+
+def _refused_by_triton(write: CacheWrite) -> bool:
+    from attnpatch.kernels.common.support import capability, has_triton
+
+    if not write.k_cache.is_cuda or not has_triton():
+        return True
+    narrow = torch.float8_e4m3fn in (write.k_cache.dtype, write.v_cache.dtype)
+    return capability(write.k_cache.device) < ((8, 9) if narrow else (8, 0))
+
+
+def check(write: CacheWrite) -> None:
+    """Raise what :func:`cache_write` raises."""
+    k_cache, v_cache, k, v, positions, block_table, k_scale, v_scale = write
+    _check_shapes(write)
+    _check_cache("k", k_cache, k, k_scale)
+    _check_cache("v", v_cache, v, v_scale)
+    batch, _, num_tokens, _ = k.shape
+    if not _is_integer(positions) or tuple(positions.shape) not in ((), (num_tokens,), (batch, num_tokens)):
+        raise ValueError(
+            f"positions must be int32 or int64 of shape [], [num_tokens={num_tokens}] or "
+            f"[batch={batch}, num_tokens={num_tokens}]; got {positions.dtype} {tuple(positions.shape)}"
+        )
+    if block_table is None and k_cache.shape[0] != batch:
+        raise ValueError(
+            f"k_cache must have a row for each of the {batch} sequences of k; got {k_cache.shape[0]}. "
+            "Pages need a block_table"
+        )
+    if block_table is not None and not (
+        _is_integer(block_table) and block_table.dim() == 2 and block_table.shape[0] == batch
+    ):
+        raise ValueError(
+            f"block_table must be int32 or int64 [batch={batch}, num_blocks]; "
+            f"got {block_table.dtype} {tuple(block_table.shape)}"
+        )
+    for name, x in write._asdict().items():
+        if x is not None and x.device != k.device:
+            raise ValueError(f"{name} is on {x.device}, k on {k.device}; cache_write needs all on one device")
+
+
+def _is_integer(x: Tensor) -> bool:
+    return x.dtype in (torch.int32, torch.int64)
+
+
+def _check_shapes(write: CacheWrite) -> None:
+    k_cache, v_cache, k, v = write[:4]
+    if not k_cache.dim() == v_cache.dim() == k.dim() == v.dim() == 4:
+        dims = ", ".join(str(x.dim()) for x in write[:4])
+        raise ValueError(f"k_cache, v_cache, k and v must have 4 dimensions; they have {dims}")
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"k and v must share [batch, num_kv_heads, num_tokens]; got {tuple(k.shape[:3])} and {tuple(v.shape[:3])}"
+        )
+    if k_cache.shape[:3] != v_cache.shape[:3]:
+        raise ValueError(
+            "k_cache and v_cache must agree in all but the last dimension; "
+            f"got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+        )
+
+
+def _check_cache(name: str, cache: Tensor, x: Tensor, scale: Tensor | None) -> None:
+    """One of K and V: as wide as its cache, in a dtype that goes into it, with a scale exactly when that is needed."""
+    if (x.shape[1], x.shape[3]) != (cache.shape[1], cache.shape[3]):
+        raise ValueError(
+            f"{name} has {x.shape[1]} heads of width {x.shape[3]}, "
+            f"{name}_cache {cache.shape[1]} of width {cache.shape[3]}; they must agree"
+        )
+    if cache.dtype in QUANTISED:
+        _check_quantised(name, cache, x, scale)
+    elif x.dtype != cache.dtype:
+        raise ValueError(f"{name} is {x.dtype}, {name}_cache {cache.dtype}: cast {name}, or quantise the cache")
+    elif scale is not None:
+        raise ValueError(f"{name}_scale is for a quantised {name}_cache; this one is {cache.dtype}")
+    for kind, written in (("cache", cache), ("scale", scale)):
+        if written is not None and any(
+            n > 1 and stride == 0 for n, stride in zip(written.shape, written.stride(), strict=True)
+        ):
+            raise ValueError(
+                f"{name}_{kind} {tuple(written.shape)} has strides {written.stride()}: it is expanded, and one write "
+                "would reach several places. Give it memory of its own"
+            )
+
+
+def _check_quantised(name: str, cache: Tensor, x: Tensor, scale: Tensor | None) -> None:
+    if not x.is_floating_point() or x.dtype in QUANTISED:
+        raise ValueError(f"{name} must be float16, bfloat16 or float32 to be quantised here; got {x.dtype}")
+    if scale is None:
+        raise ValueError(
+            f"a {cache.dtype} {name}_cache needs {name}_scale: float32 of shape {tuple(cache.shape[:3])}, "
+            "a scale per token and head"
+        )
+    if scale.dtype != torch.float32 or scale.shape != cache.shape[:3]:
+        raise ValueError(
+            f"{name}_scale must be float32 of shape {tuple(cache.shape[:3])}, a scale per token and head; "
+            f"got {scale.dtype} {tuple(scale.shape)}"
+        )
