@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from harness import ROUNDS, Captured, interleave
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from attnpatch.testing.samples import check_samples, relative_error
 
 LEAST_STEPS = 8
 WRONG = 0.03
-"""A peer with a larger relative error computes something else: bfloat16 is off by 0.002 to 0.005."""
+"""A peer with a larger relative error computes something else: bfloat16 is off by 0.002 to 0.007."""
 
 
 class Implementation(NamedTuple):
@@ -138,6 +139,6 @@ def check(name: str, run: Callable[[Any], Tensor], form: Any, call: AttentionCal
     o, exact = run(form), form if isinstance(form, AttentionCall) else call
     if name.startswith("attnpatch"):
         check_samples(o, exact)
-    error = relative_error(o, exact)
+    error = relative_error(o.nan_to_num(nan=torch.inf), exact)
     assert error < WRONG, f"its relative error is {error:.1e}"
     return error

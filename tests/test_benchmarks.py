@@ -181,8 +181,12 @@ def test_a_peer_that_is_wrong_or_fails_is_left_out_and_ours_is_not(modules, monk
     monkeypatch.setattr(modules.suites, "MOST_BUFFERS", 1)
     monkeypatch.setattr(modules.suites, "sdpa_flash", lambda: modules.measure.Implementation(lambda call: 1.1 * call.q))
     monkeypatch.setattr(modules.suites, "hf_eager", lambda call: call.missing)
-    assert _peers(modules.measure.measure(case, 1)) == {"cudnn", "fa3", "flashinfer"}
+    monkeypatch.setattr(
+        modules.suites, "fa3", lambda: {"fa3": modules.measure.Implementation(lambda call: call.q * torch.nan)}
+    )
+    assert _peers(modules.measure.measure(case, 1)) == {"cudnn", "flashinfer"}
     said = capsys.readouterr().out
+    assert "fa3 is left out: AssertionError: its relative error is" in said
     assert "sdpa-flash is left out: AssertionError: its relative error is" in said
     assert "hf-eager is left out: AttributeError" in said
 
