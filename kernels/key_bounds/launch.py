@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnpatch.kernels.common.launcher import Launch
+from attnpatch.kernels.common.support import planned
 from attnpatch.kernels.key_bounds.kernel import _key_bounds_kernel
 from attnpatch.masking import without_repeats
 
@@ -41,17 +43,22 @@ def key_bounds(mask: Tensor, config: ScanConfig | None = None) -> Tensor:
     """
     rows = without_repeats(mask)
     bounds = torch.empty((*rows.shape[:3], 3), dtype=torch.int32, device=mask.device)
+    if bounds.numel() > 0:
+        planned(_launch, (rows,), config)(rows, bounds)
+    return bounds.expand(*mask.shape[:3], 3).contiguous()
+
+
+def _launch(call: tuple[Tensor], config: ScanConfig | None) -> Launch:
+    (rows,) = call
     num_rows = rows.shape[0] * rows.shape[1] * rows.shape[2]
     config = config or (FEW_ROWS if num_rows < FEW else MANY_ROWS)
-    if num_rows > 0:
-        with torch.cuda.device_of(mask):
-            _key_bounds_kernel[(-(-num_rows // config.BLOCK_R),)](
-                *(rows, bounds),
-                strides=rows.stride(),
-                num_heads=rows.shape[1],
-                seqlen_q=rows.shape[2],
-                num_rows=num_rows,
-                seqlen_k=rows.shape[3],
-                **config._asdict(),
-            )
-    return bounds.expand(*mask.shape[:3], 3).contiguous()
+    return Launch(
+        _key_bounds_kernel,
+        -(-num_rows // config.BLOCK_R),
+        strides=rows.stride(),
+        num_heads=rows.shape[1],
+        seqlen_q=rows.shape[2],
+        num_rows=num_rows,
+        seqlen_k=rows.shape[3],
+        **config._asdict(),
+    )
