@@ -51,15 +51,18 @@ class Axes:
         del self.sizes[axis]
         return self._parts[axis]
 
-    def regroup(self, dims: Dims, source: Sequence[Any], target: Sequence[Any]) -> Dims | None:
-        """The dims after a view from shape ``source`` to shape ``target``; None when axes are cut across."""
+    def regroup(self, dims: Dims, source: Sequence[Any], target: Sequence[Any], cut: bool = False) -> Dims | None:
+        """The dims after a view from shape ``source`` to shape ``target``; None when axes are cut across.
+
+        With ``cut``, an axis that a dimension of the target ends within is split there.
+        """
         runs = _matching_runs(source, target)
         if runs is None:
             return None
         out: list[tuple[str, ...]] = []
         for from_dims, sizes in runs:
             axes = tuple(axis for dim in self.resolve(tuple(dims[i] for i in from_dims)) for axis in dim)
-            parts = self._distribute(axes, sizes)
+            parts = self._distribute(self._cut(axes, sizes) if cut else axes, sizes)
             if parts is None:
                 return None
             out += parts
@@ -81,6 +84,17 @@ class Axes:
                 return None
             out.append(tuple(dim))
         return None if any(not _equal(self.sizes[axis], 1) for axis in rest) else out
+
+    def _cut(self, axes: tuple[str, ...], sizes: list[Any]) -> tuple[str, ...]:
+        """``axes`` with the first one split that does not fit into the first of ``sizes`` as a whole."""
+        inside = 1
+        for i, axis in enumerate(axes):
+            part, whole = sizes[0] // inside, self.sizes[axis]
+            fits = _equal(part % whole, 0) or _equal(inside, sizes[0])
+            if not fits and _equal(inside * part, sizes[0]) and _equal(whole % part, 0):
+                return (*axes[:i], *self.split(axis, (part, whole // part)), *axes[i + 1 :])
+            inside = inside * whole
+        return axes
 
     def size(self, axes: Sequence[str]) -> Any:
         """Of a dimension that merges ``axes``."""

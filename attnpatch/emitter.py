@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -14,7 +15,22 @@ from torch.fx.node import map_arg
 from attnpatch.affine import Affine
 from attnpatch.edges import EdgeEmitter, scalar_nodes
 from attnpatch.graph import VIEWS, Writes, emit, erase_dead, is_tensor, op, shape, value, written_by
-from attnpatch.rule import Operand, Site, Streamed, Terms
+from attnpatch.rule import Operand, Site, Storage, Streamed, Terms
+
+
+class Keys(NamedTuple):
+    """K and V as the operator takes them."""
+
+    k: Node
+    v: Node
+    block_table: Node | None
+    k_scale: Node | None
+    v_scale: Node | None
+
+    @property
+    def seqlen_k(self) -> Any:
+        """Keys per sequence."""
+        return shape(self.k)[2] if self.block_table is None else shape(self.block_table)[1] * shape(self.k)[2]
 
 
 class Emitter:
@@ -71,16 +87,56 @@ class Emitter:
         for scale, kind in site.scales:
             factor = self._arranged(scale, like)
             q = self._emit(operator.mul if kind == "mul" else operator.truediv, q, factor, like=like)
-        if value(q).dtype != value(site.v.node).dtype:
-            q = self._emit("to", q, value(site.v.node).dtype, like=like)
+        if value(q).dtype != site.storage.dtype:
+            q = self._emit("to", q, site.storage.dtype, like=like)
         return q
+
+    def _keys(self, site: Site, writes: Writes) -> Keys:
+        """K, V and what tells how they lie in memory."""
+        like, stored = site.anchor, site.storage
+        k, v = self._arranged(site.k, like), self._arranged(site.v, like)
+        scales = (self._scale(x, like) for x in (stored.k_scales, stored.v_scales))
+        return Keys(k, v, self._block_table(stored, k, like, writes), *scales)
+
+    def _block_table(self, stored: Storage, k: Node, like: Node, writes: Writes) -> Node | None:
+        table = stored.block_table
+        if table is None:
+            return None
+        key = ("table", table, stored.counts_back, writes.version(table.node, like), str(shape(k)[0]))
+        if key not in self.shared:
+            ids = self._arranged(table, like)
+            if stored.counts_back:  # kernels take a negative id for one of a page that no row sees
+                ids = self._emit("remainder", ids, self._emit("size", k, 0, like=like), like=like)
+            self.shared[key] = ids
+        return self.shared[key]
+
+    def _scale(self, scales: list[Operand] | None, like: Node) -> Node | None:
+        """The product of the scales in float32, broadcastable to the rows of k or v; ones where there is none."""
+        if scales is None:
+            return None
+        numbers = [x.node for x in scales if not is_tensor(x.node)]
+        total: Node | None = None
+        for scale in (x for x in scales if is_tensor(x.node)):
+            part = self._emit("to", self._arranged(scale, like), torch.float32, like=like)
+            total = part if total is None else self._emit(operator.mul, total, part, like=like)
+        if total is None:
+            device = value(like).device
+            return self._emit(torch.full, (1, 1, 1), math.prod(numbers), dtype=torch.float32, device=device, like=like)
+        return self._emit(operator.mul, total, math.prod(numbers), like=like) if numbers else total
+
+    def _seqlen_k(self, keys: Keys, like: Node) -> Node:
+        """How many keys there are, as the graph computes it."""
+        length = self._emit("size", keys.k, 2, like=like)
+        if keys.block_table is None:
+            return length
+        return self._emit(operator.mul, self._emit("size", keys.block_table, 1, like=like), length, like=like)
 
     def _operator(self, site: Site, writes: Writes) -> tuple[Node, Node | None]:
         """The operator's output, and its lse where the site wants it."""
         terms, like = site.terms, site.anchor
-        q, k, v = self._query(site), self._arranged(site.k, like), self._arranged(site.v, like)
+        q, keys = self._query(site), self._keys(site, writes)
         constant, tensor = self._offset(site, writes)
-        streamed, padding = self._streamed(terms.streamed, like, writes), self._paddings(terms, q, k, like, writes)
+        streamed, padding = self._streamed(terms.streamed, like, writes), self._paddings(terms, q, keys, like, writes)
         given: dict[str, Any] = {
             "attn_mask": streamed,
             "key_padding": padding,
@@ -89,15 +145,19 @@ class Emitter:
             "window_left": terms.window_left,
             "window_right": terms.window_right,
             "softcap": site.softcap,
-            "key_bounds": self._bounds(site, streamed, padding, q, k, writes),
+            "key_bounds": self._bounds(site, streamed, padding, q, keys, writes),
             "sinks": self._sinks(site, q),
             "alibi_slopes": self._alibi(terms, like, writes),
+            "block_table": keys.block_table,
+            "k_scale": keys.k_scale,
+            "v_scale": keys.v_scale,
             **self.arguments,
         }
         given = {name: x for name, x in given.items() if x is not None}
+        tensors = (q, keys.k, keys.v, site.sm_scale)
         if site.lse is None:
-            return self._emit(torch.ops.attnpatch.attention.default, q, k, v, site.sm_scale, like=like, **given), None
-        both = self._emit(torch.ops.attnpatch.attention_lse.default, q, k, v, site.sm_scale, like=like, **given)
+            return self._emit(torch.ops.attnpatch.attention.default, *tensors, like=like, **given), None
+        both = self._emit(torch.ops.attnpatch.attention_lse.default, *tensors, like=like, **given)
         return self._emit(operator.getitem, both, 0, like=like), self._emit(operator.getitem, both, 1, like=like)
 
     def _sinks(self, site: Site, q: Node) -> Node | None:
@@ -116,7 +176,7 @@ class Emitter:
         return self.shared[key]
 
     def _bounds(
-        self, site: Site, streamed: Node | None, padding: Node | None, q: Node, k: Node, writes: Writes
+        self, site: Site, streamed: Node | None, padding: Node | None, q: Node, keys: Keys, writes: Writes
     ) -> Node | None:
         """Which keys each row can see by the intervals, and by masks that stay tensors, scanned once for all layers."""
         like, intervals = site.anchor, site.terms.intervals
@@ -124,19 +184,30 @@ class Emitter:
         masks = [] if is_bias else [m for m in (streamed, padding) if m is not None]
         scalars = {x: self._snapshot(x, site, writes) for run in intervals for x in scalar_nodes(run)}
         versions = (writes.version(m, like) if m in writes.position else 0 for m in masks)
-        key = ("bounds", *masks, *versions, *intervals, *scalars.values(), is_bias, str(shape(q)[2]), str(shape(k)[2]))
+        key = (
+            "bounds",
+            *masks,
+            *versions,
+            *intervals,
+            *scalars.values(),
+            is_bias,
+            str(shape(q)[2]),
+            str(keys.seqlen_k),
+        )
         if (masks or intervals) and key not in self.shared:
-            bounds = [self._scanned(m, m is padding, k, like) for m in masks]
+            bounds = [self._scanned(m, m is padding, keys, like) for m in masks]
             edges = EdgeEmitter(partial(self._emit, like=like), q, scalars)
-            bounds += [edges.bounds(run.first, run.stop, k, plain=int(not is_bias)) for run in intervals]
+            for run in intervals:
+                stop = run.stop if run.stop is not None else Affine({self._seqlen_k(keys, like): 1})
+                bounds.append(edges.bounds(run.first, stop, keys.k, plain=int(not is_bias)))
             self.shared[key] = self._fold(torch.minimum, bounds, like)
         return self.shared.get(key)
 
-    def _scanned(self, mask: Node, is_padding: bool, k: Node, like: Node) -> Node:
+    def _scanned(self, mask: Node, is_padding: bool, keys: Keys, like: Node) -> Node:
         for _ in range(4 - len(shape(mask))):
             mask = self._emit("unsqueeze", mask, 1 if is_padding else 0, like=like)
-        if str(shape(mask)[3]) != str(shape(k)[2]):  # whole rows hidden, or one column for all keys
-            mask = self._emit("expand", mask, -1, -1, -1, self._emit("size", k, 2, like=like), like=like)
+        if str(shape(mask)[3]) != str(keys.seqlen_k):  # whole rows hidden, or one column for all keys
+            mask = self._emit("expand", mask, -1, -1, -1, self._seqlen_k(keys, like), like=like)
         return self._emit(torch.ops.attnpatch.key_bounds.default, mask, like=like)
 
     def _offset(self, site: Site, writes: Writes) -> tuple[Any, Node | None]:
@@ -167,25 +238,25 @@ class Emitter:
                 self.shared[scalar, reader] = self._emit("clone", scalar, like=reader)
         return self.shared[scalar, reader]
 
-    def _paddings(self, terms: Terms, q: Node, k: Node, like: Node, writes: Writes) -> Node | None:
+    def _paddings(self, terms: Terms, q: Node, keys: Keys, like: Node, writes: Writes) -> Node | None:
         """The conjunction of the padding terms, bool ``[batch, seqlen_k]``."""
         versions = (writes.version(node, like) for node, _ in terms.paddings)
-        key = (*terms.paddings, *versions, str(shape(k)[2]), str(shape(q)[0]))
+        key = (*terms.paddings, *versions, str(keys.seqlen_k), str(shape(q)[0]))
         if terms.paddings and key not in self.shared:
-            parts = [self._padding(node, first, q, k, like) for node, first in terms.paddings]
+            parts = [self._padding(node, first, q, keys, like) for node, first in terms.paddings]
             total = parts[0]
             for part in parts[1:]:
                 total = self._emit(operator.and_, total, part, like=like)
             self.shared[key] = total
         return self.shared.get(key) if terms.paddings else None
 
-    def _padding(self, node: Node, first: Affine, q: Node, k: Node, like: Node) -> Node:
+    def _padding(self, node: Node, first: Affine, q: Node, keys: Keys, like: Node) -> Node:
         if value(node).dtype != torch.bool:
             node = self._emit("to", node, torch.bool, like=like)
         if len(shape(node)) == 1:
             node = self._emit("unsqueeze", node, 0, like=like)
-        if first != Affine() or str(shape(node)[1]) != str(shape(k)[2]):
-            start, length = self._scalar(first, like), self._emit("size", k, 2, like=like)
+        if first != Affine() or str(shape(node)[1]) != str(keys.seqlen_k):
+            start, length = self._scalar(first, like), self._seqlen_k(keys, like)
             node = self._emit("narrow", node, 1, start, length, like=like)
         if str(shape(node)[0]) != str(shape(q)[0]):
             node = self._emit("expand", node, self._emit("size", q, 0, like=like), -1, like=like)

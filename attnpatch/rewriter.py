@@ -82,14 +82,25 @@ def _rewrite_site(rule: Rule, node: Node, emitter: Emitter) -> SiteRecord:
     except Refused as refusal:
         return SiteRecord(module, rule.name, str(refusal), where)
     record = _record(site, rule, module, where)
-    record.mask = words(site.terms)
+    record.mask = ", ".join([words(site.terms), *_storage_words(site)])
     emitter.replace(site, writes)
     return record
 
 
 def _record(site: Site, rule: Rule, module: str, where: str) -> SiteRecord:
-    dtype = str(value(site.q.node).dtype).removeprefix("torch.")
-    return SiteRecord(module, rule.name, "", where, "", *site.sizes, dtype)
+    return SiteRecord(module, rule.name, "", where, "", *site.sizes, _dtype(site.q.node))
+
+
+def _dtype(node: Node) -> str:
+    return str(value(node).dtype).removeprefix("torch.")
+
+
+def _storage_words(site: Site) -> list[str]:
+    """Where K and V lie in another way than as attention reads them: ``pages``, ``int8 K``."""
+    stored = site.storage
+    codes = [("K", site.k, stored.k_scales), ("V", site.v, stored.v_scales)]
+    quantised = [f"{_dtype(x.node)} {name}" for name, x, scales in codes if scales is not None]
+    return [*([] if stored.block_table is None else ["pages"]), *quantised]
 
 
 def _check_writes(site: Site, writes: Writes) -> None:

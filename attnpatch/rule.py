@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch.fx import Node
 
 from attnpatch.affine import Affine
@@ -25,6 +26,25 @@ class Operand(NamedTuple):
     node: Node
     dims: Dims
     steps: tuple[Step, ...] = ()
+
+
+class Storage(NamedTuple):
+    """How K and V lie in memory.
+
+    Args:
+        dtype: what the operator's q must have: that of k and v, or of what their codes stand for.
+        block_table: ids of the pages, arranged to ``[batch, num_blocks]``; k and v are pools then.
+        counts_back: whether a negative id counts from the end of the pool.
+        k_scales: factors of k's codes, each arranged to three dimensions that broadcast to ``k.shape[:3]``, or a number
+            as its node. None when k is not quantised; empty when its codes are its values.
+        v_scales: likewise of v.
+    """
+
+    dtype: torch.dtype
+    block_table: Operand | None = None
+    counts_back: bool = False
+    k_scales: list[Operand] | None = None
+    v_scales: list[Operand] | None = None
 
 
 @dataclass(frozen=True)
@@ -73,8 +93,10 @@ class Site:
     Args:
         anchor: the node whose value is attention's output; the operator goes right before it.
         q: query, arranged to ``[batch, num_heads, seqlen_q, head_dim]`` by its steps.
-        k: key, not repeated, arranged to ``[batch, num_kv_heads, seqlen_k, head_dim]``.
+        k: key, not repeated, arranged to ``[batch, num_kv_heads, seqlen_k, head_dim]``, or to
+            ``[num_pages, num_kv_heads, page_size, head_dim]`` where it lies in pages.
         v: value, not repeated.
+        storage: how both lie in memory.
         sizes: num_heads, num_kv_heads and head_dim.
         sm_scale: constant factor on q.k.
         terms: the mask.
@@ -86,14 +108,15 @@ class Site:
         before: where the operator goes, if not right before the anchor: the logsumexp may be read earlier.
         readers: for scalars of ``terms.q_offset`` that live in tensors, the node that reads their value.
         interior: nodes between the first product and the anchor, which nobody else may read.
-        reads: (tensor, the node that reads it) for q, k, v and tensors that scale; writes after a read would change
-            what is computed.
+        reads: (tensor, the node that reads it) for q, k, v, ids of pages and tensors that scale; writes after a read
+            would change what is computed.
     """
 
     anchor: Node
     q: Operand
     k: Operand
     v: Operand
+    storage: Storage
     sizes: tuple[Any, Any, Any]
     sm_scale: float
     terms: Terms

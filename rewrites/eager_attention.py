@@ -19,9 +19,10 @@ from attnpatch.affine import Affine
 from attnpatch.axes import Axes, Dims, Layout
 from attnpatch.errors import Refused
 from attnpatch.graph import CASTS, Writes, arg, is_tensor, normal_dim, op, place, shape, value
+from attnpatch.rewrites.arrangement import Arrangement, Reading, Roles
 from attnpatch.rewrites.expressions import number
 from attnpatch.rewrites.mask_terms import MaskReader
-from attnpatch.rewrites.operands import RESHAPES, Arrangement, Roles, read, regroups, said
+from attnpatch.rewrites.operands import RESHAPES, regroups, said
 from attnpatch.rewrites.products import Product, is_product, multiplies, permutation, read_product
 from attnpatch.rewrites.pullback import Pullback
 from attnpatch.rewrites.readers import reads
@@ -196,11 +197,13 @@ def match(node: Node, writes: Writes) -> Site:
     walk = Walk(softmax, Axes())
     operands = (*walk.operands(), walk.value())
     factor, k = _unscaled(operands[1], writes)
-    plan = Arrangement(walk.axes, operands[0], k, operands[2], _roles(walk, operands[1]))
+    places = (walk.scores[-1], walk.scores[-1], walk.second_node)
+    reading = Reading(writes, (operands[0].node, operands[1].node, operands[2].node), places, walk.anchor)
+    plan = Arrangement(walk.axes, operands[0], k, operands[2], _roles(walk, operands[1]), reading)
     walk.follow_views(plan.layout)
     layout = Layout(*walk.axes.resolve(plan.layout))  # the views may have split axes once more
     fold = _fold(walk, MaskReader(walk.axes, layout, plan.seqlens, Pullback(writes, walk.scores[-1])), factor)
-    return _site(walk, plan, layout, fold, operands, writes)
+    return _site(walk, plan, layout, fold, writes)
 
 
 def _fold(walk: Walk, masks: MaskReader, factor: float) -> Fold:
@@ -219,17 +222,14 @@ def _site(
     plan: Arrangement,
     layout: Layout,
     fold: Fold,
-    operands: tuple[Operand, Operand, Operand],
     writes: Writes,
 ) -> Site:
     inside = [*fold.interior, *walk.softmax.interior, walk.softmax.node, *walk.weights, *walk.tail]
     lse = _lse(walk, fold, set(inside), layout)
-    places = (walk.scores[-1], walk.scores[-1], walk.second_node)
-    reads = [read(x.node, y.node, at) for x, y, at in zip((plan.q, plan.k, plan.v), operands, places, strict=True)]
-    reads += [(x.node, walk.scores[-1]) for x, _ in fold.scales if is_tensor(x.node)]
+    reads = plan.reads + [(x.node, walk.scores[-1]) for x, _ in fold.scales if is_tensor(x.node)]
     own = walk.axes.resolve((*layout[:3], plan.feature_v))
     return Site(
-        walk.anchor, plan.q, plan.k, plan.v, plan.sizes, fold.sm_scale, fold.masks.terms(),
+        walk.anchor, plan.q, plan.k, plan.v, plan.storage, plan.sizes, fold.sm_scale, fold.masks.terms(),
         tuple(walk.axes.plan(own, walk.resolved(walk.anchor))), fold.softcap, fold.scales,
         fold.sinks, lse, _first_reader(lse, plan.v.node, walk.anchor, writes), fold.masks.pull.readers,
         inside, reads,

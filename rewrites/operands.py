@@ -6,14 +6,13 @@ axis the source does not have that axis: K of a group of query heads lacks the a
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from attnpatch.axes import Axes, Dims, Layout
-from attnpatch.errors import Refused
-from attnpatch.graph import arg, is_tensor, op, shape, value
+from attnpatch.axes import Axes, Dims
+from attnpatch.graph import arg, is_tensor, memory, op, shape, value
 from attnpatch.rewrites.kv_repeat import REPEATS
 from attnpatch.rewrites.products import permutation
 from attnpatch.rule import Operand
@@ -29,12 +28,13 @@ def peel(operand: Operand, axes: Axes, shared: Dims = ()) -> list[Operand]:
         The same values as several nodes, dims reordered or regrouped; the outermost first.
     """
     choices = [operand]
-    while True:
+    while not choices[-1].steps:
         look = _look(choices[-1], axes, shared)
         if look is None:
-            return choices
+            break
         source, lost = look
         choices = [source] if lost or _is_copy(choices[-1].node) else [*choices, source]
+    return choices
 
 
 def batch_axes(shared: Dims, axes: Axes) -> tuple[str, ...]:
@@ -51,7 +51,8 @@ def head_axes(shared: Dims, axes: Axes) -> tuple[str, ...]:
     return every[len(batch_axes(shared, axes)) :]
 
 
-def _names(dims: Dims, axes: Axes) -> set[str]:
+def names(dims: Dims, axes: Axes) -> set[str]:
+    """The axes of a tensor."""
     return {axis for dim in axes.resolve(dims) for axis in dim}
 
 
@@ -78,7 +79,7 @@ def _unrepeated(node: Node, dims: Dims, axes: Axes, shared: Dims) -> tuple[Opera
     for spelling in REPEATS:
         found = spelling(node, dims, axes)
         if found is not None:
-            lost = _names(dims, axes) - _names(found.dims, axes)
+            lost = names(dims, axes) - names(found.dims, axes)
             return (found, lost) if lost <= set(head_axes(shared, axes)) else None
     return None
 
@@ -114,93 +115,25 @@ def _cat_with_empty(node: Node) -> Node | None:
     return parts[0] if len(parts) == 1 else None
 
 
-class Roles(NamedTuple):
-    """What the dimensions of the two products are.
-
-    Args:
-        shared: q, k and the scores have them, in the scores' order.
-        rows: only q has them, the query rows last.
-        key: softmax is over it.
-        feature: the first product sums over it.
-        feature_v: only v and the output have it.
-    """
-
-    shared: Dims
-    rows: Dims
-    key: tuple[str, ...]
-    feature: tuple[str, ...]
-    feature_v: tuple[str, ...]
-
-
-class Arrangement:
-    """How q, k and v of one attention become ``[batch, heads, seqlen, head_dim]``.
-
-    Attributes:
-        layout: which axes are batch, heads (of K first, then within a group), rows and keys.
-        feature_v: the axes of v's features.
-        sizes: num_heads, num_kv_heads and head_dim.
-        seqlens: seqlen_q and seqlen_k.
-    """
-
-    def __init__(self, axes: Axes, q: Operand, k: Operand, v: Operand, roles: Roles) -> None:
-        self.axes = axes
-        peeled = [peel(q, axes), peel(k, axes, roles.shared), peel(v, axes, roles.shared)]
-        if self._absent(peeled[1], roles) != self._absent(peeled[2], roles):  # repeated apart: as they are
-            peeled[1:] = [peel(k, axes), peel(v, axes)]
-        self.layout, kv_heads = self._layout(roles, self._absent(peeled[1], roles))
-        feature, self.feature_v = axes.resolve((roles.feature, roles.feature_v))
-        batch, heads, row, key = self.layout
-        self.q = self._choose(peeled[0], (batch, heads, row, feature))
-        self.k = self._choose(peeled[1], (batch, kv_heads, key, feature))
-        self.v = self._choose(peeled[2], (batch, kv_heads, key, self.feature_v))
-        self.sizes = (axes.size(heads), axes.size(kv_heads), axes.size(feature))
-        self.seqlens = (axes.size(row), axes.size(key))
-        check_dtypes(self.q, self.k, self.v)
-
-    def _absent(self, choices: list[Operand], roles: Roles) -> set[str]:
-        """Head axes that K or V does not have."""
-        return set(head_axes(roles.shared, self.axes)) - _names(choices[-1].dims, self.axes)
-
-    def _layout(self, roles: Roles, absent: set[str]) -> tuple[Layout, tuple[str, ...]]:
-        every = head_axes(roles.shared, self.axes)
-        kv_heads = tuple(axis for axis in every if axis not in absent)
-        group = tuple(axis for axis in every if axis in absent)
-        rows = self.axes.resolve(roles.rows)
-        group += tuple(axis for dim in rows[:-1] for axis in dim)
-        batch, key = batch_axes(roles.shared, self.axes), self.axes.resolve((roles.key,))[0]
-        return Layout(batch, (*kv_heads, *group), rows[-1] if rows else (), key), kv_heads
-
-    def _choose(self, choices: list[Operand], target: Dims) -> Operand:
-        """The choice that needs the fewest steps to the dims ``target``, with those steps."""
-        planned = [(self.axes.plan(self.axes.resolve(x.dims), target), x) for x in choices]
-        steps, best = min(planned, key=lambda item: len(item[0]))
-        absent = _names(target, self.axes) - _names(best.dims, self.axes)
-        if any(self.axes.sizes[axis] != 1 for axis in absent):
-            raise Refused(f"{best.node.name} {said(shape(best.node))} is broadcast over the heads or the batch")
-        return Operand(best.node, self.axes.resolve(best.dims), tuple(steps))
-
-
 def read(source: Node, operand: Node, reader: Node) -> tuple[Node, Node]:
-    """``source`` and the node that reads it on its way to ``operand`` of ``reader``.
+    """``source`` and the node that reads its memory on its way to ``operand`` of ``reader``.
 
-    Repeats and casts copy: what is written to the source after that node does not reach the product.
+    Repeats, casts and gathers copy: what is written to the source after that node does not reach the product.
     """
+    own = memory(source)
     while operand is not source:
-        inputs = operand.all_input_nodes
-        reader, operand = operand, next(x for x in inputs if x is source or source in _lineage(x))
+        reader = operand if memory(operand) != own else reader
+        operand = next(x for x in operand.all_input_nodes if x is source or source in lineage(x))
     return source, reader
 
 
-def _lineage(node: Node, depth: int = 12) -> set[Node]:
-    above = set(node.all_input_nodes)
-    return above.union(*(_lineage(x, depth - 1) for x in above)) if depth else above
-
-
-def check_dtypes(*operands: Operand) -> None:
-    """Refuse q, k and v of different dtypes."""
-    dtypes = [value(x.node).dtype for x in operands]
-    if len(set(dtypes)) != 1:
-        raise Refused(f"q, k and v have different dtypes: {', '.join(str(d) for d in dtypes)}")
+def lineage(node: Node, depth: int = 32) -> set[Node]:
+    """What ``node`` is made of."""
+    above, level = set[Node](), {node}
+    for _ in range(depth):
+        level = {x for n in level for x in n.all_input_nodes} - above
+        above |= level
+    return above
 
 
 def said(size: Any) -> str:

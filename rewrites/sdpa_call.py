@@ -16,8 +16,9 @@ from attnpatch.affine import Affine
 from attnpatch.axes import Axes, Dims
 from attnpatch.errors import Refused
 from attnpatch.graph import Writes, arg, is_tensor, op, shape, value
+from attnpatch.rewrites.arrangement import Arrangement, Reading, Roles
 from attnpatch.rewrites.mask_terms import MaskReader
-from attnpatch.rewrites.operands import Arrangement, Roles, read, said
+from attnpatch.rewrites.operands import said
 from attnpatch.rewrites.pullback import Pullback
 from attnpatch.rule import Operand, Rule, Site
 
@@ -47,7 +48,8 @@ def match(node: Node, writes: Writes) -> Site:
         raise Refused(f"dropout_p={a['dropout_p']} is active; fused attention has no dropout")
     axes = Axes()
     q, k, v, roles = _operands(axes, a)
-    plan = Arrangement(axes, q, k, v, roles)
+    reading = Reading(writes, (q.node, k.node, v.node), (node,) * 3, node)
+    plan = Arrangement(axes, q, k, v, roles, reading)
     masks = MaskReader(axes, plan.layout, plan.seqlens, Pullback(writes, node))
     if a["is_causal"] is True:
         masks.right.append(Affine())  # torch aligns is_causal upper-left, whatever the lengths
@@ -55,12 +57,11 @@ def match(node: Node, writes: Writes) -> Site:
         kind = "keep" if value(a["attn_mask"]).dtype == torch.bool else "additive"
         masks.add(a["attn_mask"], kind, 1.0, axes.resolve((*roles.shared, *roles.rows, roles.key)))
     constant, scales = _scale(a["scale"], q.node)
-    reads = [read(x.node, y.node, node) for x, y in ((plan.q, q), (plan.k, k), (plan.v, v))]
     out = axes.resolve((*roles.shared, *roles.rows, roles.feature_v))
     output = tuple(axes.plan((*plan.layout[:3], plan.feature_v), out))
     return Site(
-        node, plan.q, plan.k, plan.v, plan.sizes, constant, masks.terms(), output,
-        scales=scales, readers=masks.pull.readers, interior=[node], reads=reads,
+        node, plan.q, plan.k, plan.v, plan.storage, plan.sizes, constant, masks.terms(), output,
+        scales=scales, readers=masks.pull.readers, interior=[node], reads=plan.reads,
     )  # fmt: skip
 
 

@@ -1,0 +1,206 @@
+"""Q, K and V of one attention in the layout of the operator, K and V where they lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch.fx import Node
+
+from attnpatch.axes import Axes, Dims, Layout
+from attnpatch.errors import Refused
+from attnpatch.graph import Writes, is_one, is_tensor, place, shape, value
+from attnpatch.rewrites.operands import batch_axes, head_axes, names, peel, read, said
+from attnpatch.rewrites.storage import Stored, Unwrapper
+from attnpatch.rule import Operand, Storage
+
+
+class Roles(NamedTuple):
+    """What the dimensions of the two products are.
+
+    Args:
+        shared: q, k and the scores have them, in the scores' order.
+        rows: only q has them, the query rows last.
+        key: softmax is over it.
+        feature: the first product sums over it.
+        feature_v: only v and the output have it.
+    """
+
+    shared: Dims
+    rows: Dims
+    key: tuple[str, ...]
+    feature: tuple[str, ...]
+    feature_v: tuple[str, ...]
+
+
+class Reading(NamedTuple):
+    """When the original reads q, k and v, and when the operator does.
+
+    Args:
+        writes: the graph's in-place writes.
+        operands: q, k and v as the products have them.
+        products: who multiplies each.
+        anchor: where the operator goes.
+    """
+
+    writes: Writes
+    operands: tuple[Node, Node, Node]
+    products: tuple[Node, Node, Node]
+    anchor: Node
+
+
+class Arrangement:
+    """How q, k and v of one attention become ``[batch, heads, seqlen, head_dim]``.
+
+    Attributes:
+        layout: which axes are batch, heads (of K first, then within a group), rows and keys.
+        feature_v: the axes of v's features.
+        q: query.
+        k: key: dense, or the pool of its pages, or codes.
+        v: value.
+        storage: how k and v lie in memory.
+        sizes: num_heads, num_kv_heads and head_dim.
+        seqlens: seqlen_q and seqlen_k.
+        reads: each tensor of these with the node that reads it in the original.
+    """
+
+    def __init__(self, axes: Axes, q: Operand, k: Operand, v: Operand, roles: Roles, reading: Reading) -> None:
+        self.axes, self.roles, self.reading = axes, roles, reading
+        self._queries = peel(q, axes)
+        *deeper, dense = self._pairs(k, v)
+        if not value(reading.anchor).requires_grad:  # there is no backward to pools and codes
+            for pair in deeper:
+                if self._is_arranged(*pair):
+                    return
+        self._arrange(*dense)
+
+    def _is_arranged(self, k: Stored, v: Stored) -> bool:
+        """Whether K and V could be handed over that way; then they are."""
+        try:
+            self._arrange(k, v)
+            self._check_reads()
+        except Refused:
+            return False
+        return True
+
+    def _pairs(self, k: Operand, v: Operand) -> Iterator[tuple[Stored, Stored]]:
+        """Ways to hand over K and V that go together, the deepest first; as attention reads them last."""
+        unwrapper = Unwrapper(self.axes, self.roles.shared, self.reading.writes)
+        of_k, of_v = unwrapper.ways(k, self.roles.feature), unwrapper.ways(v, self.roles.feature_v)
+        for pair in product(reversed(of_k), reversed(of_v)):
+            if self._absent(pair[0]) == self._absent(pair[1]) and unwrapper.are_alike(*pair):
+                yield pair
+        if self._absent(of_k[0]) != self._absent(of_v[0]):  # repeated apart: as they are
+            yield Stored(peel(k, self.axes)), Stored(peel(v, self.axes))
+
+    def _absent(self, stored: Stored) -> set[str]:
+        """Head axes that K or V does not have."""
+        return set(head_axes(self.roles.shared, self.axes)) - names(stored.source.dims, self.axes)
+
+    def _arrange(self, k: Stored, v: Stored) -> None:
+        axes, roles = self.axes, self.roles
+        self.layout, kv_heads = self._layout(self._absent(k))
+        feature, self.feature_v = axes.resolve((roles.feature, roles.feature_v))
+        batch, heads, row, key = self.layout
+        self.q = self._choose(self._queries, (batch, heads, row, feature))
+        table, blocks = self._table(k, batch, key)
+        self.k, k_scales = self._placed(k, (batch, kv_heads, key, feature), blocks)
+        self.v, v_scales = self._placed(v, (batch, kv_heads, key, self.feature_v), blocks)
+        self.sizes = (axes.size(heads), axes.size(kv_heads), axes.size(feature))
+        self.seqlens = (axes.size(row), axes.size(key))
+        self.storage = Storage(self._dtype(k.dtype, v.dtype), table, k.counts_back, k_scales, v_scales)
+        self.reads = list(self._reads())
+
+    def _layout(self, absent: set[str]) -> tuple[Layout, tuple[str, ...]]:
+        every = head_axes(self.roles.shared, self.axes)
+        kv_heads = tuple(axis for axis in every if axis not in absent)
+        group = tuple(axis for axis in every if axis in absent)
+        rows = self.axes.resolve(self.roles.rows)
+        group += tuple(axis for dim in rows[:-1] for axis in dim)
+        batch, key = batch_axes(self.roles.shared, self.axes), self.axes.resolve((self.roles.key,))[0]
+        return Layout(batch, (*kv_heads, *group), rows[-1] if rows else (), key), kv_heads
+
+    def _table(self, k: Stored, batch: tuple[str, ...], key: tuple[str, ...]) -> tuple[Operand | None, tuple[str, ...]]:
+        """The block table, and the axes of the key that it has: the outer ones."""
+        if k.ids is None:
+            return None, ()
+        own = names(k.ids[-1].dims, self.axes)
+        blocks, page = (tuple(a for a in key if (a in own) == outer and not self._is_one(a)) for outer in (True, False))
+        one_block = not blocks and len(k.ids[-1].dims) > 1
+        if (*blocks, *page) != self._bare((key,))[0] or not (blocks or one_block):
+            raise Refused(f"{k.ids[-1].node.name} does not number the keys")
+        return self._choose(self._bares(k.ids), self._bare((batch, blocks))), blocks
+
+    def _placed(self, x: Stored, dense: Dims, blocks: tuple[str, ...]) -> tuple[Operand, list[Operand] | None]:
+        """K or V with the steps to the operator's layout, and its scales."""
+        if x.ids is None:
+            target, choices = dense, x.choices
+        else:
+            page = tuple(axis for axis in dense[2] if axis not in blocks)
+            target = self._bare(((x.picked,), dense[1], page, dense[3]))
+            choices = self._bares(x.choices)
+        placed = self._choose(choices, target)
+        if x.ids is not None and _copies(placed):
+            raise Refused(f"the pool {placed.node.name} would be copied")
+        scales = None if x.scales is None else [self._scale(scale, target[:3]) for scale in x.scales]
+        return placed, scales
+
+    def _scale(self, choices: list[Operand], target: Dims) -> Operand:
+        """A scale that broadcasts to ``target``: the rows of K or V."""
+        if not is_tensor(choices[-1].node):
+            return choices[-1]
+        own = names(choices[-1].dims, self.axes)
+        return self._choose(self._bares(choices), tuple(dim if own & {*dim} else () for dim in self._bare(target)))
+
+    def _choose(self, choices: list[Operand], target: Dims) -> Operand:
+        """The choice that needs the fewest steps to the dims ``target``, with those steps."""
+        planned = [(self.axes.plan(self.axes.resolve(x.dims), target), x) for x in choices]
+        steps, best = min(planned, key=lambda item: len(item[0]))
+        absent = names(target, self.axes) - names(best.dims, self.axes)
+        if any(self.axes.sizes[axis] != 1 for axis in absent):
+            raise Refused(f"{best.node.name} {said(shape(best.node))} is broadcast over the heads or the batch")
+        return Operand(best.node, self.axes.resolve(best.dims), (*best.steps, *steps))
+
+    def _bare(self, dims: Dims) -> Dims:
+        """``dims`` without axes of size 1, which a pool may lack."""
+        return tuple(tuple(a for a in dim if not self._is_one(a)) for dim in self.axes.resolve(dims))
+
+    def _bares(self, choices: list[Operand]) -> list[Operand]:
+        return [x._replace(dims=self._bare(x.dims)) for x in choices]
+
+    def _is_one(self, axis: str) -> bool:
+        return is_one(self.axes.sizes[axis])
+
+    def _dtype(self, *multiplied: torch.dtype | None) -> torch.dtype:
+        """What q must have: the dtype of k and v, or of what their codes are multiplied out to."""
+        own = [dtype or value(x.node).dtype for dtype, x in zip(multiplied, (self.k, self.v), strict=True)]
+        of_q = [value(self.q.node).dtype]
+        if any(multiplied):  # codes may stand for more than q has without its upcast
+            of_q.append(value(self.reading.operands[0]).dtype)
+        if own[0] != own[1] or own[0] not in of_q:
+            raise Refused(f"q, k and v have different dtypes: {', '.join(str(d) for d in (of_q[0], *own))}")
+        return own[0]
+
+    def _reads(self) -> Iterator[tuple[Node, Node]]:
+        _, table, _, k_scales, v_scales = self.storage
+        sources = ([self.q], [self.k, table, *(k_scales or ())], [self.v, *(v_scales or ())])
+        for tensors, operand, reader in zip(sources, self.reading.operands, self.reading.products, strict=True):
+            yield from (read(x.node, operand, reader) for x in tensors if x is not None and is_tensor(x.node))
+
+    def _check_reads(self) -> None:
+        """Refuse to read a pool or codes later than the original does, when something is written there meanwhile."""
+        for node, reader in self.reads:
+            writer = self.reading.writes.between(node, reader, self.reading.anchor)
+            if writer is not None:
+                raise Refused(f"{node.name} is written in place ({place(writer)}) after it is read")
+
+
+def _copies(x: Operand) -> bool:
+    """Whether the steps of ``x`` copy it: of a whole pool that is more than a gather."""
+    fake = value(x.node)
+    with fake.fake_mode, torch.no_grad():
+        moved = reduce(lambda t, step: getattr(t, step[0])(*step[1]), x.steps, fake)
+    return bool(moved.untyped_storage()._cdata != fake.untyped_storage()._cdata)

@@ -1,0 +1,143 @@
+"""How K or V lies in memory: as attention reads it, or as a pool with ids of pages, or as codes with scales.
+
+before   k = (pool[ids].float() * scales[ids]).reshape(...)
+after    the pool, the ids and the scales as terms of the operator; nothing is gathered or multiplied out
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from attnpatch.axes import Axes, Dims
+from attnpatch.graph import VIEWS, Writes, arg, is_tensor, op, shape, value
+from attnpatch.rewrites.dequant import is_codes, is_made_of_codes, read_factor
+from attnpatch.rewrites.gathers import Gather, read_gather
+from attnpatch.rewrites.operands import names, peel, regroups
+from attnpatch.rule import Operand
+
+_PURE = frozenset(
+    [*VIEWS, "add", "sub", "mul", "floordiv", "floor_divide", "mod", "remainder", "arange", "long", "int", "size"]
+)
+"""Of what ids are computed."""
+
+
+class Stored(NamedTuple):
+    """One way K or V lies in memory. Of every tensor the same values as several nodes, see :func:`operands.peel`.
+
+    Args:
+        choices: the tensor, the pool or the codes.
+        ids: which pages or tokens of the pool are the keys, or None.
+        picked: the axis of the pool that the ids number.
+        counts_back: whether a negative id counts from its end.
+        scales: what the codes are multiplied by, or None when there are none to multiply.
+        dtype: of the product of codes and scales.
+    """
+
+    choices: list[Operand]
+    ids: list[Operand] | None = None
+    picked: str = ""
+    counts_back: bool = False
+    scales: tuple[list[Operand], ...] | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def source(self) -> Operand:
+        """What nothing more is known to be made of."""
+        return self.choices[-1]
+
+
+class Unwrapper:
+    """Takes gathers and scales off K or V.
+
+    Args:
+        axes: of the attention.
+        shared: the dims that K and V share with q.
+        writes: the graph's in-place writes.
+    """
+
+    def __init__(self, axes: Axes, shared: Dims, writes: Writes) -> None:
+        self.axes, self.shared, self.writes = axes, shared, writes
+
+    def ways(self, x: Operand, feature: tuple[str, ...]) -> list[Stored]:
+        """Every way ``x`` can be handed to the operator: first as attention reads it, then ever deeper."""
+        stored: Stored | None = Stored(self._peel(x))
+        found: list[Stored] = []
+        while stored is not None:
+            if stored.scales is None or is_codes(stored.source):
+                found.append(stored)
+            stored = self._ungathered(stored) or self._unscaled(stored, feature)
+        return found
+
+    def _peel(self, x: Operand) -> list[Operand]:
+        return peel(x, self.axes, self.shared) if is_tensor(x.node) else [x]
+
+    def _ungathered(self, stored: Stored) -> Stored | None:
+        """The pool of a gather, with the scales' own pools."""
+        gather = self._gather(stored.source)
+        if gather is None or stored.ids is not None:
+            return None
+        picked, ids = self.axes.new(gather.size), self._peel(gather.ids)
+        scales = [self._scale_pool(scale, gather, picked) for scale in stored.scales or ()]
+        if any(scale is None for scale in scales):
+            return None
+        kept = None if stored.scales is None else tuple(scale for scale in scales if scale is not None)
+        pool = self._peel(gather.source(picked))
+        return Stored(pool, ids, picked, gather.counts_back, kept, stored.dtype)
+
+    def _gather(self, x: Operand) -> Gather | None:
+        """The gather that ``x`` is, or is a view of that cuts across pages and sequences."""
+        inner = arg(x.node, 0, "input") if regroups(x.node) and not x.steps else None
+        if inner is not None and read_gather(Operand(inner, ((),) * len(shape(inner)))):
+            dims = self.axes.regroup(x.dims, shape(x.node), shape(inner), cut=True)
+            return None if dims is None else read_gather(self._resolved(Operand(inner, dims)))
+        return read_gather(self._resolved(x))
+
+    def _scale_pool(self, scale: list[Operand], gather: Gather, picked: str) -> list[Operand] | None:
+        """The pool of a scale that the same ids pick from, or a scale that is the same for all that is picked."""
+        if not names(scale[-1].dims, self.axes) & names(gather.ids.dims, self.axes):
+            return scale
+        own = self._gather(scale[-1])
+        if own is None or not self._are_same(own.ids, gather.ids) or not statically_known_true(own.size == gather.size):
+            return None
+        return self._peel(own.source(picked))
+
+    def _unscaled(self, stored: Stored, feature: tuple[str, ...]) -> Stored | None:
+        """What one cast or one scale is taken off of."""
+        if is_codes(stored.source) or not is_made_of_codes(stored.source):
+            return None
+        found = read_factor(self._resolved(stored.source), self.axes.resolve((feature,))[0])
+        if found is None:
+            return None
+        rows, factor = found
+        scales = (*(stored.scales or ()), *([] if factor is None else [self._peel(factor)]))
+        dtype = stored.dtype or value(stored.source.node).dtype
+        return stored._replace(choices=self._peel(rows), scales=scales, dtype=dtype)
+
+    def _resolved(self, x: Operand) -> Operand:
+        return x._replace(dims=self.axes.resolve(x.dims))
+
+    def are_alike(self, k: Stored, v: Stored) -> bool:
+        """Whether K and V lie in pages that one block table numbers, or neither does."""
+        if k.ids is None or v.ids is None:
+            return k.ids is v.ids
+        sizes = (self.axes.size(self.axes.resolve(((x.picked,),))[0]) for x in (k, v))
+        return statically_known_true(operator.eq(*sizes)) and self._are_same(k.ids[-1], v.ids[-1])
+
+    def _are_same(self, a: Operand, b: Operand) -> bool:
+        """Whether two ids hold the same and mean the same."""
+        x, y = (self._resolved(self._peel(ids)[-1]) for ids in (a, b))
+        return x.dims == y.dims and (x.node is y.node or self._meaning(x.node) == self._meaning(y.node))
+
+    def _meaning(self, x: Any) -> Any:
+        """A node as what computes it, so that two can be compared; the node itself when writes may come between."""
+        if isinstance(x, (tuple, list)):
+            return tuple(self._meaning(part) for part in x)
+        if isinstance(x, slice):
+            return self._meaning((x.start, x.stop, x.step))
+        if op(x) not in _PURE or any(self.writes.touches(n) for n in (x, *x.all_input_nodes) if is_tensor(n)):
+            return x
+        return (x.target, *(self._meaning(part) for part in (*x.args, *x.kwargs.items())))
