@@ -4,7 +4,10 @@ model = attnpatch.patch(model)                  # in place; attnpatch.unpatch(mo
 model.compile(backend="attnpatch")              # the same engine as a torch.compile backend
 gm, report = attnpatch.rewrite(gm, inputs)      # the pass alone
 print(attnpatch.report(model))
+cache = attnpatch.PagedCache(model.config, 512)  # for model.generate(..., past_key_values=cache)
 """
+
+from typing import TYPE_CHECKING, Any
 
 from attnpatch.errors import AttentionNotPatched, NoBackend
 from attnpatch.ops import attention
@@ -12,11 +15,15 @@ from attnpatch.patching import patch, patched, report, unpatch
 from attnpatch.reporting import Report, SiteReport
 from attnpatch.rewriting import rewrite
 
+if TYPE_CHECKING:
+    from attnpatch.caches.paged import PagedCache
+
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionNotPatched",
     "NoBackend",
+    "PagedCache",
     "Report",
     "SiteReport",
     "attention",
@@ -26,3 +33,12 @@ __all__ = [
     "rewrite",
     "unpatch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """PagedCache is imported when it is asked for: it needs transformers, and ``import attnpatch`` does not."""
+    if name != "PagedCache":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from attnpatch.caches.paged import PagedCache
+
+    return PagedCache

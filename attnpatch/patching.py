@@ -83,6 +83,19 @@ class Patched:
 
     @torch._dynamo.disable
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        cache = next((x for x in (*kwargs.values(), *args) if hasattr(x, "before_forward")), None)
+        if cache is None:
+            return self._run_compiled(*args, **kwargs)
+        named = dict(zip(inspect.signature(self.module.forward).parameters, args, strict=False))
+        arguments, stored = cache.before_forward({**named, **kwargs}), False
+        try:
+            result = self._run_compiled(**arguments)
+            stored = True
+        finally:
+            cache.after_forward(stored)
+        return result
+
+    def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
         runs, breaks = self.collector.runs, _graph_breaks()
         try:
             with _limit_context():

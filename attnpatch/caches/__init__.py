@@ -1,0 +1,1 @@
+"""Caches for transformers' ``generate`` and models. ``pages`` needs neither torch nor transformers."""

@@ -1,0 +1,349 @@
+"""A transformers cache whose keys and values live in pages of one pool.
+
+Pages are allocated by the host before a forward, never inside a graph: a compiled forward sees pools, a block table
+and a length, all of them tensors, and compiles again only when the table's width changes, which doubles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
+
+from attnpatch.caches.pages import PageAllocator, PageTable
+
+OnFull = Callable[["PagedCache", int], bool]
+
+FIRST_CAPACITY = 256
+"""Tokens that the first block table has room for: a short chat runs in the graphs of its first turn."""
+
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+"""Windows and chunks are a matter of the mask: their layers keep every token."""
+
+
+class _Sequences:
+    """The batch that a cache holds, on the host (``table``) and on the device (``block_table``, ``length``).
+
+    Args:
+        table: pages of each sequence.
+        pools: every pool that the pages index.
+    """
+
+    def __init__(self, table: PageTable, pools: Sequence[Tensor]) -> None:
+        self.table, self.pools = table, pools
+        self.reserved = 0
+        """New tokens that the forward in progress has pages for."""
+        self.hooked = False
+        """Whether the caller of the model prepared this forward and will end it (see before_forward)."""
+        self._uploaded = -1
+        with torch.inference_mode(False):  # tensors that live longer than one call are never of an inference mode
+            self.block_table = torch.zeros(0, 0, dtype=torch.int32, device=pools[0].device)
+            self.length = torch.zeros((), dtype=torch.int64, device=pools[0].device)
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether a graph is traced that will run with other lengths than today's."""
+        return self.hooked and torch.compiler.is_compiling()
+
+    def capacity(self) -> int:
+        """Keys per sequence that the block table has room for."""
+        return self.block_table.shape[1] * self.table.page_size
+
+    def reserve(self, batch: int, new: int) -> None:
+        """Pages for ``new`` more tokens; the device learns of them. What :meth:`PageTable.reserve` raises."""
+        copies = self.table.reserve(batch, new)
+        self.reserved = new
+        with torch.no_grad(), torch.inference_mode(False):
+            if copies:
+                self._copy_pages(copies)
+            if self._uploaded != self.table.version:
+                self._upload(self.table.blocks(self.table.length + new))
+            self.length.fill_(self.table.length)
+
+    def _copy_pages(self, copies: list[tuple[int, int]]) -> None:
+        pages, new = torch.tensor(copies, device=self.length.device).unbind(1)
+        for pool in self.pools:
+            pool.index_copy_(0, new, pool.index_select(0, pages))
+
+    def _upload(self, blocks: int) -> None:
+        first = self.table.blocks(FIRST_CAPACITY)
+        width = min(max(first, 1 << (blocks - 1).bit_length()), self.table.allocator.num_pages)
+        rows = torch.tensor([row + [0] * (width - len(row)) for row in self.table.rows], dtype=torch.int32)
+        if rows.shape == self.block_table.shape:  # in place: a recorded CUDA graph keeps its address
+            self.block_table.copy_(rows)
+        else:
+            self.block_table = rows.to(self.block_table.device)
+        self._uploaded = self.table.version
+
+    def commit(self) -> None:
+        """Count the reserved tokens as stored."""
+        self.table.advance(self.reserved)
+        self.reserved = 0
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer's pools of keys and values: ``[num_pages, num_kv_heads, page_size, head_dim]``."""
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, sequences: _Sequences, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.sequences, self.keys, self.values, self.is_initialized = sequences, keys, values, True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the pools exist."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write to the reserved pages; see :meth:`PagedCache.update`."""
+        sequences = self.sequences
+        _check_fits(key_states, self.keys)
+        _check_fits(value_states, self.values)
+        _write(self.keys, self.values, key_states, value_states, sequences.length, sequences.block_table)
+        if sequences.in_graph:
+            return _gathered(self.keys, sequences.block_table), _gathered(self.values, sequences.block_table)
+        stored = sequences.table.length + key_states.shape[2]
+        table = sequences.block_table[:, : sequences.table.blocks(stored)]
+        return _gathered(self.keys, table)[:, :, :stored], _gathered(self.values, table)[:, :, :stored]
+
+    def get_seq_length(self) -> Any:
+        """Tokens stored: an int, or in a graph a tensor."""
+        return self.sequences.length if self.sequences.in_graph else self.sequences.table.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Width of what :meth:`update` will return, and the position of its first key."""
+        if self.sequences.in_graph:
+            return self.sequences.capacity(), 0
+        return self.sequences.table.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """Tokens of one sequence that has the pool to itself."""
+        return self.keys.shape[0] * self.keys.shape[2]
+
+
+def _check_fits(states: Tensor, pool: Tensor) -> None:
+    if (states.shape[1], states.shape[3], states.dtype, states.device) != (
+        pool.shape[1],
+        pool.shape[3],
+        pool.dtype,
+        pool.device,
+    ):
+        raise ValueError(
+            f"a layer caches {states.shape[1]} heads of {states.shape[3]}, {states.dtype} on {states.device}; this "
+            f"PagedCache's pages hold {pool.shape[1]} heads of {pool.shape[3]}, {pool.dtype} on {pool.device}. "
+            "dtype= and device= choose the latter; models whose layers differ in heads are not supported"
+        )
+
+
+def _write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, position: Tensor, block_table: Tensor) -> None:
+    positions = position + torch.arange(k.shape[2], device=k.device)
+    page_size = k_cache.shape[2]
+    pages = block_table[:, positions // page_size]
+    k_cache[pages, :, positions % page_size] = k.detach().transpose(1, 2)
+    v_cache[pages, :, positions % page_size] = v.detach().transpose(1, 2)
+
+
+def _gathered(pool: Tensor, block_table: Tensor) -> Tensor:
+    """Pages as one run of keys: ``[batch, num_kv_heads, blocks * page_size, head_dim]``."""
+    batch, blocks = block_table.shape
+    _, num_kv_heads, page_size, head_dim = pool.shape
+    return pool[block_table].permute(0, 2, 1, 3, 4).reshape(batch, num_kv_heads, blocks * page_size, head_dim)
+
+
+class PagedCache(Cache):
+    """Keys and values in pages that are allocated as sequences grow, and shared where sequences begin alike.
+
+    Use it like transformers' own caches: ``model.generate(**inputs, past_key_values=cache)``. A patched model's kernels
+    read the pages where they lie; other models get them gathered. Compiled by other means than
+    :func:`attnpatch.patch`, a forward breaks its graph wherever pages are allocated.
+
+    Args:
+        config: the model's ``config``, of a decoder whose layers all attend.
+        num_pages: pages of the pool, for all sequences together.
+        page_size: tokens per page.
+        device: of the pools; None = torch's default.
+        dtype: of the pools; None = the config's.
+        on_full: called as ``on_full(cache, missing)`` when the pool lacks ``missing`` pages. It may make room, for
+            instance by ``reset()`` of other caches of the pool, and returns whether to try again.
+
+    Raises:
+        ValueError: ``num_pages`` or ``page_size`` is below 1, or the model has layers that do not attend, or keeps
+            its keys in another form.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        num_pages: int,
+        page_size: int = 16,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        on_full: OnFull | None = None,
+    ) -> None:
+        table = PageTable(PageAllocator(num_pages), page_size)
+        num_layers, num_kv_heads, head_dim = _dimensions(config)
+        shape = (num_pages, num_kv_heads, page_size, head_dim)
+        dtype = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
+        with torch.inference_mode(False):  # zeros: what no row may see is still multiplied by 0 where nothing is fused
+            pools = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * num_layers)]
+        self._hold(table, pools, on_full)
+
+    def _hold(self, table: PageTable, pools: Sequence[Tensor], on_full: OnFull | None) -> None:
+        self.sequences, self.on_full = _Sequences(table, pools), on_full
+        pairs = zip(pools[::2], pools[1::2], strict=True)
+        super().__init__(layers=[PagedLayer(self.sequences, keys, values) for keys, values in pairs])
+
+    @property
+    def block_table(self) -> Tensor:
+        """int32 ``[batch, num_blocks]``: the pages of each sequence, as of the last forward."""
+        return self.sequences.block_table
+
+    @property
+    def free_pages(self) -> int:
+        """Pages of the pool that no sequence uses."""
+        return self.sequences.table.allocator.free
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences held; -1 if none is."""
+        return len(self.sequences.table.rows) or -1
+
+    def before_forward(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Allocate pages for a forward of the model, and fit its mask to what :meth:`update` will return in a graph.
+
+        Args:
+            arguments: of the model's forward, by name.
+
+        Returns:
+            The arguments to call the model with.
+
+        Raises:
+            attnpatch.caches.pages.OutOfPages: the pool is full; nothing was changed.
+            ValueError: the cache holds another number of sequences, or ``arguments`` name no input.
+        """
+        inputs = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
+        if not inputs:
+            raise ValueError(f"a PagedCache needs input_ids or inputs_embeds by name; got {', '.join(arguments)}")
+        batch, new = inputs[0].shape[:2]
+        self._reserve(batch, new)
+        self.sequences.hooked = True
+        mask = arguments.get("attention_mask")
+        if mask is None:  # in a graph every key up to the capacity would count where transformers builds no mask
+            mask = inputs[0].new_ones(batch, self.sequences.table.length + new, dtype=torch.int64)
+        return {**arguments, "attention_mask": _padded(mask, self.sequences.capacity())}
+
+    def after_forward(self, stored: bool) -> None:
+        """End what :meth:`before_forward` began; ``stored`` says whether the model ran to its end."""
+        self.sequences.hooked = False
+        if stored:
+            self._commit()
+        else:
+            self.sequences.table.crop(self.get_seq_length())
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store new keys and values, and return those of the whole sequence.
+
+        Args:
+            key_states: ``[batch, num_kv_heads, new, head_dim]``.
+            value_states: likewise.
+            layer_idx: which layer; a forward visits layer 0 first and the last one last.
+            *args: ignored, like what other caches take.
+            **kwargs: likewise.
+
+        Returns:
+            Keys and values ``[batch, num_kv_heads, length, head_dim]``. In the graph of a patched model they have the
+            block table's full width, and the mask hides what is not stored.
+
+        Raises:
+            attnpatch.caches.pages.OutOfPages: the pool is full; nothing was changed.
+            ValueError: heads, dtype, device or batch are not the cache's.
+        """
+        sequences, (batch, _, new, _) = self.sequences, key_states.shape
+        alone = not sequences.hooked
+        if new != sequences.reserved or (alone and layer_idx == 0):
+            self._reserve(batch, new)
+        keys, values = self.layers[layer_idx].update(key_states, value_states)
+        if alone and layer_idx == len(self.layers) - 1:
+            self._commit()
+        return keys, values
+
+    @torch.compiler.disable(reason="a PagedCache allocates pages outside of graphs: use attnpatch.patch(model)")
+    def _reserve(self, batch: int, new: int) -> None:
+        table, free = self.sequences.table, self.free_pages
+        missing = table.needed(batch, new) - free
+        while missing > 0 and self.on_full and self.on_full(self, missing):
+            before, missing = missing, table.needed(batch, new) - self.free_pages
+            if missing >= before:  # nothing was freed: asking again would not end
+                break
+        self.sequences.reserve(batch, new)
+
+    @torch.compiler.disable(reason="a PagedCache counts its tokens outside of graphs: use attnpatch.patch(model)")
+    def _commit(self) -> None:
+        self.sequences.commit()
+
+    def fork(self, rows: Sequence[int] | None = None) -> PagedCache:
+        """A cache of its own that begins with the tokens of these rows and shares their pages.
+
+        A shared page is copied when one of its users comes to write to it. The pages go back to the pool with
+        ``reset()``, or when the fork is deleted.
+
+        Args:
+            rows: sequences to take over, which may repeat; None = all, empty = an empty cache of the same pool.
+
+        Raises:
+            IndexError: no such row.
+        """
+        table = self.sequences.table
+        child = object.__new__(type(self))
+        forked = table.fork(range(len(table.rows)) if rows is None else rows)
+        child._hold(forked, self.sequences.pools, self.on_full)
+        return child
+
+    def reset(self) -> None:
+        """Forget all tokens; their pages go back to the pool."""
+        self.sequences.table.crop(0)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens: ``-n`` removes n, as transformers defines it; n keeps the first n."""
+        count = int(tokens_to_remove)
+        length = self.sequences.table.length
+        if count:
+            self.sequences.table.crop(count if count > 0 else max(length + count, 0))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row ``i`` becomes a fork of row ``beam_idx[i]``."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes ``repeats`` forks of itself, one after the other."""
+        self.sequences.table.select([row for row in range(max(self.batch_size, 0)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep forks of these rows: ids, which may repeat, or a bool per row."""
+        self.sequences.table.select(torch.arange(max(self.batch_size, 0))[indices.cpu()].tolist())
+
+
+def _padded(mask: Tensor, width: int) -> Tensor:
+    """A mask ``[..., keys]`` with hidden keys appended; 1 and True show one in two dimensions, 0.0 in more."""
+    hidden = torch.finfo(mask.dtype).min if mask.dim() > 2 and mask.is_floating_point() else 0
+    return pad(mask, (0, width - mask.shape[-1]), value=hidden)
+
+
+def _dimensions(config: Any) -> tuple[int, int, int]:
+    """Layers that cache, their K/V heads, head_dim."""
+    config = config.get_text_config(decoder=True)
+    layer_types, _ = get_layer_types_and_kwargs(config)
+    others = sorted(set(layer_types) - set(LAYER_TYPES))
+    if others:
+        raise ValueError(f"PagedCache holds attention layers; {config.model_type} has {', '.join(others)}")
+    if config.is_encoder_decoder:
+        raise ValueError(f"PagedCache is for decoders; {config.model_type} has an encoder whose keys do not grow")
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return len(layer_types), num_kv_heads, head_dim

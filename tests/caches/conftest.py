@@ -1,0 +1,69 @@
+"""A tiny Llama, prompts, and what generate() is asked for."""
+
+import pytest
+import torch
+
+
+def make_model(family="Llama", attn_implementation="eager", **config):
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "bos_token_id": 1,
+        "eos_token_id": None, "pad_token_id": 0,
+    }  # fmt: skip
+    config = getattr(transformers, f"{family}Config")(**{**sizes, **config})
+    model = getattr(transformers, f"{family}ForCausalLM")
+    return model._from_config(config, attn_implementation=attn_implementation).eval()
+
+
+def make_prompt(length=9, batch=2, pads=0):
+    ids = torch.randint(3, 60, (batch, length), generator=torch.Generator().manual_seed(length))
+    mask = torch.ones_like(ids)
+    ids[0, :pads], mask[0, :pads] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model, cache, length=9, batch=2, pads=0, **kwargs):
+    torch.manual_seed(3)
+    options = {"max_new_tokens": 6, "do_sample": False, **kwargs}
+    return model.generate(**make_prompt(length, batch, pads), past_key_values=cache, **options)
+
+
+@pytest.fixture
+def model_with():
+    """Make a tiny decoder of transformers; takes its family, ``attn_implementation`` and fields of its config."""
+    return make_model
+
+
+@pytest.fixture
+def model():
+    return make_model()
+
+
+@pytest.fixture
+def prompt():
+    return make_prompt
+
+
+@pytest.fixture
+def run():
+    """``run(model, cache, length, batch, pads, **options of generate)``, seeded."""
+    return generate
+
+
+MODES = {
+    "greedy": {},
+    "left padding": {"length": 12, "pads": 4},
+    "sampling": {"do_sample": True, "top_k": 8},
+    "beams": {"num_beams": 3, "max_new_tokens": 9},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3, "batch": 1, "max_new_tokens": 12},
+    "chunked prefill": {"prefill_chunk_size": 4},
+}
+
+
+@pytest.fixture(params=MODES.values(), ids=MODES)
+def mode(request):
+    """Arguments of ``run``."""
+    return request.param

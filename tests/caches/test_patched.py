@@ -1,0 +1,161 @@
+"""PagedCache under attnpatch.patch: the same tokens, every site fused, pages allocated outside of few graphs."""
+
+import pytest
+import torch
+from torch.fx import GraphModule
+from transformers.cache_utils import DynamicCache
+
+import attnpatch
+from attnpatch import patching
+from attnpatch.caches import paged
+from attnpatch.caches.paged import PagedCache
+from attnpatch.caches.pages import OutOfPages
+from attnpatch.graph import op
+
+
+@pytest.fixture
+def model(model_with):
+    """One layer: what depends on their number is tested in test_generate."""
+    return model_with(num_hidden_layers=1)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Every graph that a patched model compiles, as it is after its rewrite."""
+    seen: list[GraphModule] = []
+    compile_graph = patching.compile_graph
+
+    def spy(gm, *args):
+        seen.append(gm)
+        return compile_graph(gm, *args)
+
+    monkeypatch.setattr(patching, "compile_graph", spy)
+    return seen
+
+
+def symbols(gm):
+    """Inputs of a graph that are not tensors."""
+    return [
+        n for n in gm.graph.nodes if n.op == "placeholder" and not isinstance(n.meta["example_value"], torch.Tensor)
+    ]
+
+
+def fused(model):
+    report = attnpatch.report(model)
+    return report.summary["fused"], report.summary["refused"], report.gaps
+
+
+@pytest.mark.parametrize(("layers", "attn_implementation"), [(2, "eager"), (1, "sdpa")])
+def test_generate(model_with, run, mode, layers, attn_implementation):
+    model = model_with(num_hidden_layers=layers, attn_implementation=attn_implementation)
+    expected = run(model, DynamicCache(config=model.config), **mode)
+    attnpatch.patch(model, strict=True)
+    cache = PagedCache(model.config, num_pages=40, page_size=4)
+    assert torch.equal(run(model, cache, **mode), expected)
+    assert fused(model) == (layers, 0, [])
+    assert cache.get_seq_length() == expected.shape[1] - 1
+
+
+def test_graphs_while_the_table_is_wide_enough(model, run, graphs):
+    """Three prompt lengths, twice each, a new cache for each: prefill of one length, of any, and decode."""
+    attnpatch.patch(model, strict=True)
+    for length in (12, 12, 9, 9, 17, 17):
+        run(model, PagedCache(model.config, num_pages=40), length=length)
+    assert len(graphs) == 3
+    assert [symbols(gm) for gm in graphs[:2]] == [[], []], "prefill of one length, decode"
+
+
+def test_graphs_while_the_table_grows(model, run, graphs, monkeypatch):
+    """From 4 blocks to 64: at most two graphs for prefill and two for decode."""
+    monkeypatch.setattr(paged, "FIRST_CAPACITY", 16)
+    expected = run(model, DynamicCache(config=model.config), length=12, max_new_tokens=60)
+    attnpatch.patch(model, strict=True)
+    cache = PagedCache(model.config, num_pages=128, page_size=4)
+    assert torch.equal(run(model, cache, length=12, max_new_tokens=60), expected)
+    for length in (100, 30):
+        run(model, PagedCache(model.config, num_pages=128, page_size=4), length=length)
+    assert len(graphs) <= 4
+    assert symbols(graphs[1]) == [], "decode before the first growth"
+
+
+def test_what_is_in_the_graph(model, run, graphs):
+    attnpatch.patch(model)
+    run(model, PagedCache(model.config, num_pages=40))
+    names = [op(node) for node in graphs[-1].graph.nodes]
+    assert names.count("attention") == 1
+    assert not {"softmax", "where", "expand_as", "masked_fill"} & set(names), "the mask went with the softmax"
+
+
+def test_a_chat_goes_on_and_forks(model, prompt):
+    """Kept cache, positional ids, no mask; then two ways on from one prefix."""
+    ids = prompt(length=9, batch=1)["input_ids"]
+    with torch.no_grad():
+        expected = [model(torch.cat([ids, torch.tensor([way])], 1)).logits[:, -1] for way in ([8], [7, 6])]
+        attnpatch.patch(model, strict=True)
+        cache = PagedCache(model.config, num_pages=8, page_size=4)
+        model(ids, past_key_values=cache)
+        other = cache.fork()
+        got = [
+            model(torch.tensor([way]), past_key_values=c).logits[:, -1] for c, way in ((cache, [8]), (other, [7, 6]))
+        ]
+    torch.testing.assert_close(got, expected)
+    assert (cache.get_seq_length(), other.get_seq_length(), cache.free_pages) == (10, 11, 8 - 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_of_four_dimensions(model_with, dtype):
+    model = model_with(attn_implementation="sdpa" if dtype == torch.bool else "eager", num_hidden_layers=1)
+    keep = torch.tensor([[True, False, True, True, True]]).expand(5, 5).tril()[None, None]
+    mask = keep if dtype == torch.bool else torch.where(keep, 0.0, torch.finfo(dtype).min)
+    ids = torch.arange(3, 8)[None]
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        attnpatch.patch(model, strict=True)
+        got = model(ids, attention_mask=mask, past_key_values=PagedCache(model.config, num_pages=8)).logits
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_window(model_with, run):
+    model = model_with("Mistral", sliding_window=6, num_hidden_layers=1)
+    options = {"length": 4, "pads": 1, "max_new_tokens": 9}
+    expected = run(model, DynamicCache(config=model.config), **options)
+    attnpatch.patch(model, strict=True)
+    assert torch.equal(run(model, PagedCache(model.config, num_pages=16, page_size=4), **options), expected)
+    assert fused(model) == (1, 0, [])
+    assert "window" in attnpatch.report(model).sites[0].mask
+
+
+def test_full_pool_is_an_error_before_the_forward(model):
+    attnpatch.patch(model, strict=True)
+    cache = PagedCache(model.config, num_pages=2, page_size=4)
+    with torch.no_grad():
+        model(torch.arange(3, 8)[None], past_key_values=cache)
+        with pytest.raises(OutOfPages, match="need 1 pages of 4 tokens; 0 of 2 are free"):
+            model(torch.arange(8, 12)[None], past_key_values=cache)
+        got = model(torch.tensor([[8]]), past_key_values=cache).logits[:, -1]
+        attnpatch.unpatch(model)
+        torch.testing.assert_close(got, model(torch.arange(3, 9)[None]).logits[:, -1])
+
+
+def test_a_forward_that_failed_is_done_again(model):
+    """strict raises while the graph is made; what was reserved is given back."""
+    cache = PagedCache(model.config, num_pages=8, page_size=4)
+    attnpatch.patch(model, strict=True)
+    with torch.no_grad():
+        with pytest.raises(attnpatch.AttentionNotPatched):
+            model(torch.arange(3, 8)[None], past_key_values=cache, output_attentions=True)
+        assert (cache.get_seq_length(), cache.free_pages) == (0, 8)
+        got = model(torch.arange(3, 9)[None], past_key_values=cache).logits[:, -1]
+        attnpatch.unpatch(model)
+        torch.testing.assert_close(got, model(torch.arange(3, 9)[None]).logits[:, -1])
+
+
+def test_without_a_name_for_the_input(model):
+    with pytest.raises(ValueError, match="needs input_ids or inputs_embeds by name; got past_key_values"):
+        attnpatch.patch(model)(past_key_values=PagedCache(model.config, num_pages=2))
+
+
+def test_other_compilers_break_the_graph_and_get_it_right(model, run):
+    expected = run(model, DynamicCache(config=model.config), max_new_tokens=3)
+    model.compile(backend="eager")
+    assert torch.equal(run(model, PagedCache(model.config, num_pages=8), max_new_tokens=3), expected)
