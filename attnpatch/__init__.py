@@ -16,14 +16,13 @@ from attnpatch.reporting import Report, SiteReport
 from attnpatch.rewriting import rewrite
 
 if TYPE_CHECKING:
-    from attnpatch.caches.paged import PagedCache
+    from attnpatch.caches.paged import PagedCache as PagedCache
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AttentionNotPatched",
     "NoBackend",
-    "PagedCache",
     "Report",
     "SiteReport",
     "attention",

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
 
 from attnpatch.caches.pages import PageAllocator, PageTable
+from attnpatch.ops import cache_write
 
 OnFull = Callable[["PagedCache", int], bool]
 
@@ -103,7 +104,7 @@ class PagedLayer(CacheLayerMixin):
         sequences = self.sequences
         _check_fits(key_states, self.keys)
         _check_fits(value_states, self.values)
-        _write(self.keys, self.values, key_states, value_states, sequences.length, sequences.block_table)
+        cache_write(self.keys, self.values, key_states, value_states, sequences.length, sequences.block_table)
         if sequences.in_graph:
             return _gathered(self.keys, sequences.block_table), _gathered(self.values, sequences.block_table)
         stored = sequences.table.length + key_states.shape[2]
@@ -139,19 +140,12 @@ def _check_fits(states: Tensor, pool: Tensor) -> None:
         )
 
 
-def _write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, position: Tensor, block_table: Tensor) -> None:
-    positions = position + torch.arange(k.shape[2], device=k.device)
-    page_size = k_cache.shape[2]
-    pages = block_table[:, positions // page_size]
-    k_cache[pages, :, positions % page_size] = k.detach().transpose(1, 2)
-    v_cache[pages, :, positions % page_size] = v.detach().transpose(1, 2)
-
-
 def _gathered(pool: Tensor, block_table: Tensor) -> Tensor:
     """Pages as one run of keys: ``[batch, num_kv_heads, blocks * page_size, head_dim]``."""
     batch, blocks = block_table.shape
     _, num_kv_heads, page_size, head_dim = pool.shape
-    return pool[block_table].permute(0, 2, 1, 3, 4).reshape(batch, num_kv_heads, blocks * page_size, head_dim)
+    pages = pool.index_select(0, block_table.flatten()).unflatten(0, (batch, blocks))
+    return pages.permute(0, 2, 1, 3, 4).reshape(batch, num_kv_heads, blocks * page_size, head_dim)
 
 
 class PagedCache(Cache):

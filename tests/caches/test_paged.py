@@ -230,7 +230,7 @@ def test_import_needs_neither_transformers_nor_triton():
     lines = [
         "import sys; sys.modules.update(transformers=None, triton=None)",
         "import attnpatch, attnpatch.caches.pages",
-        "assert 'PagedCache' in attnpatch.__all__",
+        "from attnpatch import *",
         "try: attnpatch.PagedCache",
         "except ImportError as error: print(error)",
     ]

@@ -78,12 +78,31 @@ def test_graphs_while_the_table_grows(model, run, graphs, monkeypatch):
     assert symbols(graphs[1]) == [], "decode before the first growth"
 
 
-def test_what_is_in_the_graph(model, run, graphs):
+def test_kernels_get_the_pools_and_the_table(model, run, graphs):
+    """The graph writes, attends, and gathers nothing."""
     attnpatch.patch(model)
     run(model, PagedCache(model.config, num_pages=40))
     names = [op(node) for node in graphs[-1].graph.nodes]
-    assert names.count("attention") == 1
-    assert not {"softmax", "where", "expand_as", "masked_fill"} & set(names), "the mask went with the softmax"
+    assert [name for name in names if name in ("cache_write", "attention")] == ["cache_write", "attention"]
+    assert not {"index_select", "softmax", "where"} & set(names)
+    (attention,) = (node for node in graphs[-1].graph.nodes if op(node) == "attention")
+    inputs = [
+        attention.args[1],
+        attention.args[2],
+        attention.kwargs["block_table"],
+        attention.kwargs["q_offset_tensor"],
+    ]
+    ends = ["layers_0_keys", "layers_0_values", "block_table", "length"]
+    assert [x.op == "placeholder" and x.name.endswith(end) for x, end in zip(inputs, ends, strict=True)] == [True] * 4
+
+
+def test_kernels_read_what_is_stored_alone(model, run):
+    """Of the sequences' own pages too: the pools are full of NaN."""
+    expected = run(model, DynamicCache(config=model.config))
+    cache = PagedCache(model.config, num_pages=40)
+    cache.layers[0].keys.fill_(float("nan"))
+    cache.layers[0].values.fill_(float("nan"))
+    assert torch.equal(run(attnpatch.patch(model), cache), expected)
 
 
 def test_a_chat_goes_on_and_forks(model, prompt):
