@@ -38,41 +38,26 @@ def make_call(
         ValueError: see :func:`attnpatch.ops.attention`.
     """
     _check_qkv(q, k, v)
-    masks = (attn_mask, key_padding, q_offset, window_left, window_right)
-    terms = (softcap, key_bounds, sinks, alibi_slopes, None)
-    scales = (_scale("k", k, k_scale, q), _scale("v", v, v_scale, q))
-    call = AttentionCall(
-        *(q, k, v, sm_scale, *masks, *terms, block_table, *scales, cu_seqlens_q, cu_seqlens_k, batch_invariant)
-    )
-    if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        _check_packed(call)
-    if block_table is not None:
-        _check_table(block_table, k, v)
-    _check_batch(call)
-    return _with_terms(call, q_offset_tensor)
-
-
-def _with_terms(call: AttentionCall, q_offset_tensor: Tensor | None) -> AttentionCall:
-    """The call with its terms checked and expanded, and the two parts of its offset as one."""
-    rows, batch = call.q.shape[:3], call.batch
-    attn_mask, key_bounds, offset = call.attn_mask, call.key_bounds, call.q_offset
+    k_scale, v_scale = _scale("k", k, k_scale, q), _scale("v", v, v_scale, q)
+    batch, seqlen_k = _sizes(q, k, v, block_table, cu_seqlens_q, cu_seqlens_k)
+    if cu_seqlens_q is not None:
+        _check_no_masks({"attn_mask": attn_mask, "key_padding": key_padding, "key_bounds": key_bounds})
+    rows = q.shape[:3]
     if attn_mask is not None:
         check_mask_dtype(attn_mask, "attn_mask")
-        attn_mask = _expanded(
-            "attn_mask", attn_mask, (*rows, call.seqlen_k), "batch, num_heads, seqlen_q, seqlen_k", call.q
-        )
-    if call.key_padding is not None:
-        _check_padding(call.key_padding, (batch, call.seqlen_k), call.q)
+        attn_mask = _expanded("attn_mask", attn_mask, (*rows, seqlen_k), "batch, num_heads, seqlen_q, seqlen_k", q)
+    if key_padding is not None:
+        _check_padding(key_padding, (batch, seqlen_k), q)
     if key_bounds is not None:
         if key_bounds.dtype != torch.int32:
             raise ValueError(f"key_bounds must be int32; got {key_bounds.dtype}")
-        key_bounds = _expanded("key_bounds", key_bounds, (*rows, 3), "batch, num_heads, seqlen_q, 3", call.q)
-    _check_per_head(call.sinks, call.alibi_slopes, call.q, batch)
-    if q_offset_tensor is not None:
-        _check_offset(q_offset_tensor, call.q, batch)
-        offset = q_offset_tensor + offset if offset else q_offset_tensor
-        offset = offset.expand(batch) if offset.dim() else offset
-    return call._replace(attn_mask=attn_mask, key_bounds=key_bounds, q_offset=offset)
+        key_bounds = _expanded("key_bounds", key_bounds, (*rows, 3), "batch, num_heads, seqlen_q, 3", q)
+    _check_per_head(sinks, alibi_slopes, q, batch)
+    offset = q_offset if q_offset_tensor is None else _offset(q_offset_tensor, q_offset, q, batch)
+    masks = (attn_mask, key_padding, offset, window_left, window_right)
+    terms = (softcap, key_bounds, sinks, alibi_slopes, None)
+    storage = (block_table, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k)
+    return AttentionCall(q, k, v, sm_scale, *masks, *terms, *storage, batch_invariant)
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -80,7 +65,8 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"q, k and v must be [batch, heads, seqlen, head_dim]; got {q.dim()}, {k.dim()} and {v.dim()} dimensions"
         )
-    if q.dtype in QUANTISED or not q.is_floating_point() or not {k.dtype, v.dtype} <= {q.dtype, *QUANTISED}:
+    of_kv = (q.dtype, *QUANTISED)
+    if q.dtype in QUANTISED or not q.is_floating_point() or k.dtype not in of_kv or v.dtype not in of_kv:
         raise ValueError(
             f"q, k and v must share one float dtype; got {q.dtype}, {k.dtype} and {v.dtype} "
             f"(k and v may be {_QUANTISED_NAMES}, with a scale)"
@@ -111,21 +97,42 @@ def _scale(name: str, x: Tensor, scale: Tensor | None, q: Tensor) -> Tensor | No
     return _expanded(f"{name}_scale", scale, x.shape[:3], "batch or num_pages, num_kv_heads, keys", q)
 
 
-def _check_packed(call: AttentionCall) -> None:
-    """q, and K where it is packed too, are one row of sequences, which say where each begins."""
-    if call.cu_seqlens_q is None:
-        raise ValueError("cu_seqlens_k is given without cu_seqlens_q: pack q too, or give k as [batch, ...]")
-    if call.cu_seqlens_k is not None and call.block_table is not None:
-        raise ValueError("cu_seqlens_k and block_table are both given: K is packed or in pages, not both")
-    for name in ("attn_mask", "key_padding", "key_bounds"):
-        if getattr(call, name) is not None:
+def _sizes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> tuple[int, int]:
+    """Sequences, of which q, k and v have as many whichever way they hold them, and keys as AttentionCall has them."""
+    batch, of_k, of_v, seqlen_k = q.shape[0], k.shape[0], v.shape[0], k.shape[2]
+    if cu_seqlens_q is not None:
+        batch = _num_sequences("cu_seqlens_q", cu_seqlens_q, {"q": q})
+    if block_table is not None:
+        _check_table(block_table, k, v)
+        of_k = of_v = block_table.shape[0]
+        seqlen_k *= block_table.shape[1]
+    if cu_seqlens_k is not None:
+        if cu_seqlens_q is None:
+            raise ValueError("cu_seqlens_k is given without cu_seqlens_q: pack q too, or give k as [batch, ...]")
+        if block_table is not None:
+            raise ValueError("cu_seqlens_k and block_table are both given: K is packed or in pages, not both")
+        of_k = of_v = _num_sequences("cu_seqlens_k", cu_seqlens_k, {"k": k, "v": v})
+    if not batch == of_k == of_v:
+        raise ValueError(f"q, k and v must share the batch size; got {batch}, {of_k} and {of_v}")
+    return batch, seqlen_k
+
+
+def _check_no_masks(masks: dict[str, Tensor | None]) -> None:
+    for name, mask in masks.items():
+        if mask is not None:
             raise ValueError(f"{name} is given beside cu_seqlens_q, which takes causal and window terms only")
-    _check_seqlens("cu_seqlens_q", call.cu_seqlens_q, {"q": call.q}, call.q.device)
-    if call.cu_seqlens_k is not None:
-        _check_seqlens("cu_seqlens_k", call.cu_seqlens_k, {"k": call.k, "v": call.v}, call.q.device)
 
 
-def _check_seqlens(name: str, seqlens: Tensor, packed: dict[str, Tensor], device: torch.device) -> None:
+def _num_sequences(name: str, seqlens: Tensor, packed: dict[str, Tensor]) -> int:
+    """How many sequences ``seqlens`` divides the tensors ``packed`` into."""
+    device = next(iter(packed.values())).device
     if seqlens.dtype != torch.int32 or seqlens.dim() != 1 or seqlens.shape[0] == 0 or seqlens.device != device:
         raise ValueError(
             f"{name} must be int32 [batch + 1] on {device}; "
@@ -134,6 +141,7 @@ def _check_seqlens(name: str, seqlens: Tensor, packed: dict[str, Tensor], device
     for owner, x in packed.items():
         if x.shape[0] != 1:
             raise ValueError(f"{owner} must be [1, heads, total, head_dim] with {name}; got {tuple(x.shape)}")
+    return seqlens.shape[0] - 1
 
 
 def _check_table(block_table: Tensor, k: Tensor, v: Tensor) -> None:
@@ -147,17 +155,6 @@ def _check_table(block_table: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"k and v must have as many pages; got {k.shape[0]} and {v.shape[0]}")
     if k.shape[0] == 0 or k.shape[2] == 0:
         raise ValueError(f"k must be [num_pages, num_kv_heads, page_size, head_dim], none 0; got {tuple(k.shape)}")
-
-
-def _check_batch(call: AttentionCall) -> None:
-    """As many sequences in q, k and v, whichever way each holds them."""
-    of_k, of_v = call.k.shape[0], call.v.shape[0]
-    if call.block_table is not None:
-        of_k = of_v = call.block_table.shape[0]
-    elif call.cu_seqlens_k is not None:
-        of_k = of_v = call.cu_seqlens_k.shape[0] - 1
-    if not call.batch == of_k == of_v:
-        raise ValueError(f"q, k and v must share the batch size; got {call.batch}, {of_k} and {of_v}")
 
 
 def _expanded(name: str, x: Tensor, shape: tuple[int, ...], axes: str, q: Tensor) -> Tensor:
@@ -208,10 +205,13 @@ def _check_padding(key_padding: Tensor, shape: tuple[int, int], q: Tensor) -> No
     )
 
 
-def _check_offset(q_offset: Tensor, q: Tensor, batch: int) -> None:
+def _offset(q_offset: Tensor, constant: int, q: Tensor, batch: int) -> Tensor:
+    """Their sum, ``[]`` or as a view of shape ``[batch]``: kernels step through it by its stride."""
     ok_shape = q_offset.dim() == 0 or (q_offset.dim() == 1 and q_offset.shape[0] in (1, batch))
     if not ok_shape or q_offset.dtype not in (torch.int32, torch.int64) or q_offset.device != q.device:
         raise ValueError(
             f"q_offset_tensor must be int32 or int64 of shape [] or [batch={batch}] on {q.device}; "
             f"got {q_offset.dtype} {tuple(q_offset.shape)} on {q_offset.device}"
         )
+    q_offset = q_offset + constant if constant else q_offset
+    return q_offset.expand(batch) if q_offset.dim() else q_offset
