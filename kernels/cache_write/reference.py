@@ -56,7 +56,8 @@ def quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     infinity has scale inf and codes 0, and so reads back as NaN.
     """
     x = x.float()
-    scale = x.abs().nan_to_num(nan=torch.inf, posinf=torch.inf).amax(dim=-1) / LIMITS[dtype]
+    largest = x.abs().nan_to_num(nan=torch.inf, posinf=torch.inf).amax(dim=-1)
+    scale = largest / largest.new_full((), LIMITS[dtype])  # by a Python number, CUDA multiplies by the reciprocal
     scale = scale.masked_fill(scale == 0, 1.0)
     codes = (x / scale[..., None]).masked_fill(scale.isinf()[..., None], 0.0)
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), scale
