@@ -22,6 +22,8 @@ BACKEND_MODULES = {
     "cpu.sdpa": "attnpatch.kernels.sdpa.backend",
     "cpu.tiled": "attnpatch.kernels.tiled.backend",
     "triton.decode": "attnpatch.kernels.decode.backend",
+    "triton.append": "attnpatch.kernels.decode.backend",
+    "triton.paged": "attnpatch.kernels.decode.backend",
     "triton.prefill": "attnpatch.kernels.prefill.backend",
     "sdpa.blocked": "attnpatch.kernels.sdpa.backend",
     "sdpa.tiled": "attnpatch.kernels.tiled.backend",

@@ -1,18 +1,36 @@
-"""triton.decode: what it takes."""
+"""triton.decode, triton.append and triton.paged: what each takes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
-from attnpatch.attention_call import AttentionCall
+from attnpatch.attention_call import MAX_APPEND, AttentionCall
 from attnpatch.dispatch import Backend
 from attnpatch.kernels.common import support
 
 
-def _refuses(call: AttentionCall) -> str | None:
-    if call.seqlen_q != 1:
-        return f"{call.seqlen_q} query rows; triton.decode takes one"
-    return support.refusal(call, "triton.decode")
+def _not_decode(call: AttentionCall) -> str | None:
+    if call.block_table is not None:
+        return "K lies in pages"
+    if call.cu_seqlens_q is not None:
+        return "the queries are packed"
+    return None if call.seqlen_q == 1 else f"{call.seqlen_q} query rows; triton.decode takes one"
+
+
+def _not_append(call: AttentionCall) -> str | None:
+    if call.block_table is not None:
+        return "K lies in pages"
+    if call.cu_seqlens_q is not None or call.k_scale is not None or call.v_scale is not None:
+        return None  # no other Triton kernel packs sequences or reads 8 bit keys
+    if call.seqlen_q > MAX_APPEND:
+        return f"{call.seqlen_q} query rows; triton.append takes up to {MAX_APPEND}"
+    return None if call.seqlen_k > call.seqlen_q else "K is not longer than q"
+
+
+def _not_paged(call: AttentionCall) -> str | None:
+    return "K does not lie in pages" if call.block_table is None else None
 
 
 def _run(call: AttentionCall) -> Tensor:
@@ -21,4 +39,15 @@ def _run(call: AttentionCall) -> Tensor:
     return decode(call)
 
 
-BACKENDS = {"triton.decode": Backend("triton.decode", support.devices(), _refuses, _run)}
+def _backend(name: str, is_not: Callable[[AttentionCall], str | None]) -> Backend:
+    def refuses(call: AttentionCall) -> str | None:
+        return is_not(call) or support.refusal(call, name)
+
+    return Backend(name, support.devices(), refuses, _run)
+
+
+BACKENDS = {
+    "triton.decode": _backend("triton.decode", _not_decode),
+    "triton.append": _backend("triton.append", _not_append),
+    "triton.paged": _backend("triton.paged", _not_paged),
+}

@@ -1,4 +1,4 @@
-"""Tile shapes and split counts of triton.decode."""
+"""Tile shapes of the flash-decode kernels, and how keys are shared among programs."""
 
 from __future__ import annotations
 
@@ -11,78 +11,168 @@ from attnpatch.attention_call import AttentionCall
 from attnpatch.kernels.common.support import padded_width
 
 MAX_SPLITS = 128
-"""All splits of a head are one tile of the merge."""
+"""Most splits of a tile; more would only make the merge longer."""
 
-PROGRAMS_PER_SM = 2
-"""Programs to start per multiprocessor. H200, bfloat16, head_dim 128, seqlen_k 32768: with 64 KV heads 247 us at 2 per
-multiprocessor and 249 to 278 at 3 to 6; with 8 KV heads 37.4 us at 2 and 38.6 to 42.4 at 3 to 8."""
+SHARES_PER_SM = 6
+"""Shares to cut the work of sequences of different lengths into, per multiprocessor."""
 
 SPLIT_KEYS = 256
 """A split this long is worth its share of the merge."""
 
-FILLING_SPLIT_KEYS = 128
-"""One this long is, where multiprocessors would idle otherwise. H200, 3 KV heads, head_dim 64, 4096 keys: 32 splits
-take 6.3 us, 16 take 7.1."""
+INVARIANT_SPLIT_KEYS = 1024
+"""Keys of a split under ``batch_invariant``, whatever the batch."""
+
+ANY_SHARE = 1 << 30
+
+MERGE_ROWS = 128
+"""Up to this many rows each is merged by several programs."""
 
 
 class DecodeConfig(NamedTuple):
-    """Launch configuration: keys per tile, warps, pipeline stages."""
+    """Launch configuration: rows and keys per tile, warps, pipeline stages, programs to start per multiprocessor."""
 
+    BLOCK_M: int
     BLOCK_N: int
     num_warps: int
     num_stages: int
+    programs_per_sm: int = 2
 
 
-INTERPRETED = DecodeConfig(64, 4, 1)
+class Plan(NamedTuple):
+    """How the keys are shared among programs; see :mod:`attnpatch.kernels.decode.plan`.
 
-# Keys: the wider of the padded head dims. 16 bit; on the H200, bfloat16, each within 3 % of the best of six to ten
-# tiles at the split count below: head_dim 128 with 8 to 256 KV heads, 64 with 3, 256 with 64.
-HALF = {
-    64: DecodeConfig(128, 4, 3),
-    128: DecodeConfig(64, 4, 3),
-    256: DecodeConfig(32, 4, 3),
+    Args:
+        programs: how many to start.
+        num_splits: most splits of a tile of rows: what partial results are allocated for.
+        merges: whether partial results are merged; False only for a single split.
+        parts: shares per KV head that the keys of sequences of different lengths are cut into.
+        least_share: fewest keys of a share.
+        most_share: most keys of a share.
+        block_b: sequences that a program looks at to find its own, a power of two; 0 where all are alike.
+    """
+
+    programs: int
+    num_splits: int
+    merges: bool
+    parts: int
+    least_share: int
+    most_share: int
+    block_b: int
+
+
+INTERPRETED = DecodeConfig(16, 64, 4, 1)
+
+CONFIGS = {
+    "16 bit": {
+        64: DecodeConfig(16, 128, 4, 3),
+        128: DecodeConfig(16, 32, 4, 4),
+        256: DecodeConfig(16, 32, 4, 3),
+    },
+    "pages": {
+        64: DecodeConfig(16, 128, 4, 3),
+        128: DecodeConfig(16, 64, 4, 3),
+        256: DecodeConfig(16, 32, 4, 3),
+    },
+    "8 bit": {
+        64: DecodeConfig(16, 128, 4, 3),
+        128: DecodeConfig(16, 128, 4, 3),
+        256: DecodeConfig(16, 64, 4, 3),
+    },
+    "many rows": {  # 64 rows are what wgmma takes
+        64: DecodeConfig(64, 64, 4, 3, 1),
+        128: DecodeConfig(64, 64, 4, 3, 1),
+        256: DecodeConfig(64, 32, 4, 3, 1),
+    },
+    # Exact products run on the plain FMA units and hold whole rows of q and k in registers; larger tiles spill.
+    "float32": {
+        64: DecodeConfig(16, 64, 4, 2),
+        128: DecodeConfig(16, 32, 8, 2),
+        256: DecodeConfig(16, 16, 8, 2),
+    },
 }
-
-# float32: exact products run on the plain FMA units and hold whole rows of q and k in registers; larger tiles spill.
-FLOAT32 = {
-    64: DecodeConfig(64, 4, 2),
-    128: DecodeConfig(32, 8, 2),
-    256: DecodeConfig(16, 8, 2),
-}
+"""Tile shapes by what is read, and by the wider of the padded head dims."""
 
 
 def choose_config(call: AttentionCall) -> DecodeConfig:
-    """Tile shapes for ``call``, from its dtype and widest head dim."""
+    """Tile shapes for ``call``, from its dtypes, widest head dim and rows."""
     if call.q.device.type == "cpu":
         return INTERPRETED
     width = padded_width(max(call.head_dim, call.head_dim_v))
-    return table(call.q.dtype)[max(width, 64)]
+    return CONFIGS[_kind(call)][max(width, 64)]
 
 
-def table(dtype: torch.dtype) -> dict[int, DecodeConfig]:
-    """The tile shapes of one dtype."""
-    return FLOAT32 if dtype == torch.float32 else HALF
+def _kind(call: AttentionCall) -> str:
+    if call.q.dtype == torch.float32:
+        return "float32"
+    if call.q.shape[2] * call.group_size > 16:
+        return "many rows"
+    if call.k_scale is not None or call.v_scale is not None:
+        return "8 bit"
+    return "16 bit" if call.block_table is None else "pages"
 
 
-def choose_num_splits(call: AttentionCall) -> int:
-    """How many programs share the keys of one KV head, from shapes alone: never from a length on the device."""
-    processors = multiprocessors(call.q.device)
-    groups = call.batch * call.num_kv_heads
-    keys = most_visible_keys(call)
-    longest = keys // SPLIT_KEYS
-    if longest * groups < processors:
-        longest = min(keys // FILLING_SPLIT_KEYS, processors // groups)
-    return max(1, min(PROGRAMS_PER_SM * processors // groups, longest, MAX_SPLITS))
+def choose_plan(call: AttentionCall, config: DecodeConfig, num_splits: int = 0) -> Plan:
+    """How many programs share the keys, from shapes alone: never from a length on the device."""
+    if _lengths_differ(call):
+        return _ragged_plan(call, config, num_splits)
+    tiles = -(-call.q.shape[2] * call.group_size // config.BLOCK_M)
+    least_share, most_share = 1, ANY_SHARE
+    if call.batch_invariant:
+        least_share = most_share = INVARIANT_SPLIT_KEYS
+        num_splits = -(-call.seqlen_k // INVARIANT_SPLIT_KEYS)
+    num_splits = num_splits or _even_splits(call, config, tiles)
+    programs = call.batch * call.num_kv_heads * tiles * num_splits
+    return Plan(programs, num_splits, num_splits > 1 or call.batch_invariant, num_splits, least_share, most_share, 0)
+
+
+def _lengths_differ(call: AttentionCall) -> bool:
+    if call.cu_seqlens_q is not None:
+        return True
+    offset = call.q_offset
+    differ = isinstance(offset, torch.Tensor) and offset.numel() > 1 and call.is_banded
+    return differ and call.key_bounds is None
+
+
+def _even_splits(call: AttentionCall, config: DecodeConfig, tiles: int) -> int:
+    """Splits per tile of rows where every sequence is as long: enough programs for the device, of equal shares."""
+    groups = call.batch * call.num_kv_heads * tiles
+    blocks = -(-most_visible_keys(call) // config.BLOCK_N)
+    most = max(1, min(config.programs_per_sm * multiprocessors(call.q.device) // groups, MAX_SPLITS))
+    return max(1, -(-blocks // max(1, -(-blocks // most))))
+
+
+def _ragged_plan(call: AttentionCall, config: DecodeConfig, num_splits: int) -> Plan:
+    """Shares of equal size; a sequence has at most all of them, and at most one more program than whole shares."""
+    block_b = 1 << (call.batch - 1).bit_length()
+    tiles = -(-call.q.shape[2] * call.group_size // config.BLOCK_M)
+    tiles = tiles + call.batch if call.cu_seqlens_q is not None else tiles * call.batch
+    least_share, most_share = SPLIT_KEYS, ANY_SHARE
+    parts = max(1, SHARES_PER_SM * multiprocessors(call.q.device) // call.num_kv_heads)
+    most_splits = -(-most_visible_keys(call) // least_share)
+    if call.batch_invariant:
+        least_share = most_share = INVARIANT_SPLIT_KEYS
+        num_splits = -(-call.seqlen_k // INVARIANT_SPLIT_KEYS)
+        parts = tiles * num_splits
+    num_splits = num_splits or max(1, min(parts + 1, most_splits, MAX_SPLITS))
+    programs = (tiles + min(parts, tiles * (num_splits - 1))) * call.num_kv_heads
+    merges = num_splits > 1 or call.batch_invariant
+    return Plan(programs, num_splits, merges, parts, least_share, most_share, block_b)
 
 
 def most_visible_keys(call: AttentionCall) -> int:
-    """Most keys the row may see: the window where both sides are bounded, else all of K."""
+    """Most keys the rows of a sequence may see: the window where both sides are bounded, else all of K."""
     if call.window_left is None or call.window_right is None:
         return call.seqlen_k
-    return min(call.seqlen_k, call.window_left + call.window_right + 1)
+    return min(call.seqlen_k, call.window_left + call.window_right + call.seqlen_q)
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a device; the interpreter has one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def choose_merge(call: AttentionCall, plan: Plan, rows: int) -> tuple[int, int]:
+    """Splits and columns that a program of the merge takes at a time: narrow where there are few rows."""
+    splits = MAX_SPLITS if call.batch_invariant else min(MAX_SPLITS, padded_width(plan.num_splits))
+    return splits, 32 if rows <= MERGE_ROWS else min(128, padded_width(call.head_dim_v))

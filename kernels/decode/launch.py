@@ -1,100 +1,164 @@
-"""Host side of triton.decode."""
+"""Host side of the flash-decode kernels."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnpatch.attention_call import AttentionCall
-from attnpatch.kernels.common.support import offset_arguments, padded_width, per_head, precision, strides
-from attnpatch.kernels.decode.configs import MAX_SPLITS, DecodeConfig, choose_config, choose_num_splits
-from attnpatch.kernels.decode.kernel import _decode_merge_kernel, _decode_split_kernel
+from attnpatch.kernels.common.launcher import Launch
+from attnpatch.kernels.common.support import capability, padded_width, per_head_strides, planned, precision, strides
+from attnpatch.kernels.decode.configs import DecodeConfig, Plan, choose_config, choose_merge, choose_plan
+from attnpatch.kernels.decode.kernel import _merge_kernel, _split_kernel
+from attnpatch.kernels.decode.unpack import is_per_head, unpacking
 
-MERGE_COLUMNS = 32
+
+class Launches(NamedTuple):
+    """What a call launches.
+
+    Args:
+        split: the kernel that walks the keys.
+        merge: the one that merges its partial results, or None: a single split.
+        partial: how many float32 those are.
+    """
+
+    split: Launch
+    merge: Launch | None
+    partial: int
 
 
 def decode(call: AttentionCall, num_splits: int = 0, config: DecodeConfig | None = None) -> Tensor:
-    """Run ``call``, of one query row, on the flash-decode kernels.
+    """Run ``call`` on the flash-decode kernels.
 
     Args:
-        call: any call that the backend does not refuse.
-        num_splits: programs over which the keys of a head are split, at most MAX_SPLITS; 0 lets the shapes
-            decide, 1 does without a merge.
+        call: any call that a backend of this folder does not refuse.
+        num_splits: programs over which the keys of a tile of rows are split; 0 lets the shapes decide, 1 does
+            without a merge.
         config: tile shapes; default from the table.
 
     Returns:
-        ``[batch, num_heads, 1, head_dim_v]`` in the layout of ``AttentionCall.empty_output``.
+        ``[batch, num_heads, seqlen_q, head_dim_v]``, or packed as q is, in the layout of
+        ``AttentionCall.empty_output``.
     """
     o = call.empty_output()
     if o.numel() == 0:
         return o
-    config = config or choose_config(call)
-    num_splits = num_splits or choose_num_splits(call)
-    with torch.cuda.device_of(call.q):
-        if num_splits == 1:
-            _split(call, config, o[None], None, None)
-        else:
-            shape = (num_splits, call.batch, call.num_heads, 1)
-            o_partial = call.q.new_empty((*shape, call.head_dim_v), dtype=torch.float32)
-            m, l = (call.q.new_empty(shape, dtype=torch.float32) for _ in range(2))
-            _split(call._replace(sinks=None, lse=None), config, o_partial, m, l)
-            _merge(call, o_partial, m, l, o)
+    launches = planned(_launches, call, num_splits, config, precision(call.q.dtype))
+    pages = (call.k_scale, call.v_scale, call.block_table, call.cu_seqlens_q, call.cu_seqlens_k)
+    masks = (call.attn_mask, call.key_padding, call.key_bounds)
+    inputs = (call.q, call.k, call.v, *pages, *masks)
+    if launches.merge is None:
+        launches.split(*inputs, call.sinks, call.alibi_slopes, call.q_offset, o, call.lse)
+    else:
+        partial = call.q.new_empty(launches.partial, dtype=torch.float32)
+        launches.split(*inputs, None, call.alibi_slopes, call.q_offset, partial, None)
+        lengths = (call.cu_seqlens_q, call.cu_seqlens_k, call.sinks, call.q_offset)
+        launches.merge(partial, *lengths, o, call.lse)
     return o
 
 
-def _split(call: AttentionCall, config: DecodeConfig, o: Tensor, m: Tensor | None, l: Tensor | None) -> None:
-    """Write ``o``, and its rows' maximum and sum, ``[num_splits, batch, num_heads, 1, (head_dim_v)]``."""
-    q_offset, offset_stride = offset_arguments(call)
-    q, attn_mask, key_bounds = (_rows_are_heads(x, call) for x in (call.q, call.attn_mask, call.key_bounds))
-    sinks, alibi_slopes = per_head(call.sinks, call), per_head(call.alibi_slopes, call)
-    _decode_split_kernel[(o.shape[0] * call.batch * call.num_kv_heads,)](
-        *(q, call.k, call.v, attn_mask, call.key_padding, key_bounds, sinks, alibi_slopes, q_offset),
-        *(o, m, l, call.lse),
+def _launches(call: AttentionCall, num_splits: int, config: DecodeConfig | None, precision: str) -> Launches:
+    config = config or choose_config(call)
+    plan = choose_plan(call, config, num_splits)
+    shared = {
+        "window_left": call.window_left,
+        "window_right": call.window_right,
+        "offset_stride": _offset_stride(call),
+        "batch": call.batch,
+        "seqlen_q": call.q.shape[2],
+        "seqlen_k": call.seqlen_k,
+        "num_splits": plan.num_splits,
+        "parts": plan.parts,
+        "least_share": plan.least_share,
+        "most_share": plan.most_share,
+        "GROUP_SIZE": call.group_size,
+        "HEAD_DIM_V": call.head_dim_v,
+        "BLOCK_B": plan.block_b,
+        "BLOCK_M": config.BLOCK_M,
+        "BLOCK_N": config.BLOCK_N,
+        **_overlap(call.q.device),
+    }
+    rows = call.num_heads * call.q.shape[0] * call.q.shape[2]
+    merge = _merge(call, plan, rows, shared) if plan.merges else None
+    return Launches(
+        _split(call, config, plan, precision, shared), merge, plan.num_splits * rows * (call.head_dim_v + 2)
+    )
+
+
+def _split(call: AttentionCall, config: DecodeConfig, plan: Plan, precision: str, shared: dict[str, Any]) -> Launch:
+    (k_unpack, k_strides), (v_unpack, v_strides) = (unpacking(x, call.q.dtype) for x in (call.k, call.v))
+    paged = call.block_table is not None
+    output = _output_strides(call)
+    if plan.merges:
+        _, heads, rows, width = (*call.q.shape[:3], call.head_dim_v)
+        output = (heads * rows * width, rows * width, width, 1)
+    return Launch(
+        _split_kernel,
+        plan.programs,
         sm_scale=call.sm_scale,
         softcap=call.softcap,
-        window_left=call.window_left,
-        window_right=call.window_right,
-        q_strides=strides(q),
-        k_strides=call.k.stride(),
-        v_strides=call.v.stride(),
-        mask_strides=strides(attn_mask),
+        q_strides=call.q.stride(),
+        k_strides=k_strides,
+        v_strides=v_strides,
+        k_scale_strides=strides(call.k_scale),
+        v_scale_strides=strides(call.v_scale),
+        table_strides=strides(call.block_table),
+        mask_strides=strides(call.attn_mask),
         padding_strides=strides(call.key_padding),
-        bounds_strides=strides(key_bounds),
-        sinks_strides=strides(sinks),
-        slopes_strides=strides(alibi_slopes),
-        offset_stride=offset_stride,
-        o_stride_split=o.stride(0),
-        o_strides=strides(_rows_are_heads(o[0], call)),
+        bounds_strides=strides(call.key_bounds),
+        sinks_strides=per_head_strides(call.sinks),
+        slopes_strides=per_head_strides(call.alibi_slopes),
+        o_stride_split=call.q.shape[0] * output[0],
+        o_strides=output,
         num_kv_heads=call.num_kv_heads,
-        num_splits=o.shape[0],
-        seqlen_k=call.seqlen_k,
-        GROUP_SIZE=call.group_size,
+        num_pages=call.k.shape[0] if paged else None,
         HEAD_DIM=call.head_dim,
-        HEAD_DIM_V=call.head_dim_v,
-        PRECISION=precision(call.q.dtype),
-        BLOCK_H=padded_width(call.group_size),
+        PAGE_SIZE=call.page_size if paged else 0,
+        ONE_QUERY=call.seqlen_q == 1 and call.cu_seqlens_q is None,
+        K_UNPACK=k_unpack,
+        V_UNPACK=v_unpack,
+        K_SCALE_PER_HEAD=is_per_head(call.k_scale, paged),
+        V_SCALE_PER_HEAD=is_per_head(call.v_scale, paged),
+        PRECISION=precision,
+        MERGES=plan.merges,
         BLOCK_D=padded_width(call.head_dim),
         BLOCK_DV=padded_width(call.head_dim_v),
-        **config._asdict(),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **shared,
     )
 
 
-def _merge(call: AttentionCall, o_partial: Tensor, m: Tensor, l: Tensor, o: Tensor) -> None:
-    batch, num_heads, _, head_dim_v = o.shape
-    sinks = per_head(call.sinks, call)
-    _decode_merge_kernel[(batch * num_heads * -(-head_dim_v // MERGE_COLUMNS),)](
-        *(o_partial, m, l, sinks, o, call.lse),
-        sinks_strides=strides(sinks),
-        o_strides=o.stride(),
-        num_heads=num_heads,
-        total_heads=batch * num_heads,
-        num_splits=o_partial.shape[0],
-        HEAD_DIM_V=head_dim_v,
-        BLOCK_S=MAX_SPLITS,
-        BLOCK_DV=MERGE_COLUMNS,
+def _merge(call: AttentionCall, plan: Plan, rows: int, shared: dict[str, Any]) -> Launch:
+    splits, columns = choose_merge(call, plan, rows)
+    return Launch(
+        _merge_kernel,
+        rows * -(-call.head_dim_v // columns),
+        sinks_strides=per_head_strides(call.sinks),
+        o_strides=_output_strides(call),
+        num_heads=call.num_heads,
+        num_rows=rows,
+        BLOCK_S=splits,
+        BLOCK_DV=columns,
+        **shared,
     )
 
 
-def _rows_are_heads(x: Tensor | None, call: AttentionCall) -> Tensor | None:
-    """``[batch, num_heads, 1, n]`` as ``[batch, num_kv_heads, group_size, n]``: a group's heads share every key."""
-    return None if x is None else x.squeeze(2).unflatten(1, (call.num_kv_heads, call.group_size))
+def _output_strides(call: AttentionCall) -> tuple[int, ...]:
+    heads, rows, width = call.num_heads, call.q.shape[2], call.head_dim_v
+    return (rows * heads * width, width, heads * width, 1)
+
+
+def _offset_stride(call: AttentionCall) -> int | None:
+    """Stride of ``q_offset`` over the batch, None when it is a number."""
+    if not isinstance(call.q_offset, Tensor):
+        return None
+    return call.q_offset.stride(0) if call.q_offset.dim() else 0
+
+
+def _overlap(device: torch.device) -> dict[str, Any]:
+    """Programmatic dependent launch, where there is one: a kernel starts up while the one before it ends."""
+    overlaps = device.type == "cuda" and capability(device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if overlaps else {"PDL": False}

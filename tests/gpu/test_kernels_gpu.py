@@ -241,14 +241,14 @@ def test_nothing_waits_for_the_device(backend):
 
 def test_lengths_do_not_recompile():
     """One kernel serves every length; odd ones and 1 are what Triton would specialise."""
-    from attnpatch.kernels.decode.kernel import _decode_split_kernel
+    from attnpatch.kernels.decode.kernel import _split_kernel
     from attnpatch.kernels.prefill.kernel import _prefill_kernel
 
     def compiled(kernel):
         return len(kernel.device_caches[torch.cuda.current_device()][0])
 
     for backend, kernel, rows in (
-        ("triton.decode", _decode_split_kernel, lambda n: 1),
+        ("triton.decode", _split_kernel, lambda n: 1),
         ("triton.prefill", _prefill_kernel, lambda n: n),
     ):
         for n in (64, 65):

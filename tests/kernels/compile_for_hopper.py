@@ -113,10 +113,10 @@ def compile_prefill(width, dtype, descriptors, terms):
 
 
 def compile_decode(width, dtype, **terms):
-    split, merge = (CompileOnly(getattr(decode_launch, f"_decode_{part}_kernel")) for part in ("split", "merge"))
+    split, merge = (CompileOnly(getattr(decode_launch, f"_{part}_kernel")) for part in ("split", "merge"))
     with (
-        mock.patch.object(decode_launch, "_decode_split_kernel", split),
-        mock.patch.object(decode_launch, "_decode_merge_kernel", merge),
+        mock.patch.object(decode_launch, "_split_kernel", split),
+        mock.patch.object(decode_launch, "_merge_kernel", merge),
     ):
         call = make_call(width, 1, dtype, {**CAUSAL, "q_offset": torch.tensor(5), **terms})
         decode_launch.decode(call, 2, decode_configs.table(dtype)[width])

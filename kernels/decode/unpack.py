@@ -1,0 +1,110 @@
+"""8 bit keys and values as 16 bit floats, without a conversion instruction.
+
+A tile is loaded as 16 bit words that hold elements 2c and 2c + 1 of a row. So loads, and the transposed reads that a
+product with V needs, are those of 16 bit elements, and both halves of every word come out as tiles of their own:
+products with K are the sum over both, those with V two accumulators. Two words are unpacked at a time.
+
+A float of 8 bits, moved to where a wider format has its sign, exponent and mantissa, is the same number but for the
+exponents' biases: one product by a power of two, subnormals included. (It reads NaN, and the infinities of e5m2, as
+what their bits would mean otherwise: 480 for e4m3.) An int8 is ORed into the mantissa of 128 (bfloat16) or 1024
+(float16), which is then subtracted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_FLOAT = """{{
+.reg .b32 t, u, c, z;
+mov.b32 c, {factor}; mov.b32 z, 0x80008000;
+shl.b32 t, $2, 8; and.b32 t, t, 0x80008000;
+shl.b32 u, $2, {shift}; lop3.b32 u, u, {mask}, t, 0xEA;
+fma.rn.{type} $0, u, c, z;
+and.b32 t, $2, 0x80008000;
+shr.u32 u, $2, {back}; lop3.b32 u, u, {mask}, t, 0xEA;
+fma.rn.{type} $1, u, c, z;
+}}"""
+
+_INT8_BFLOAT16 = """{
+.reg .b32 t, a, c, n;
+mov.b32 n, 0xBF80BF80;
+lop3.b32 a, $2, 0x007F007F, 0x43004300, 0xEA;
+lop3.b32 c, $2, 0x00800080, 0x43004300, 0xEA;
+fma.rn.bf16x2 $0, c, n, a;
+shr.u32 t, $2, 8;
+lop3.b32 a, t, 0x007F007F, 0x43004300, 0xEA;
+lop3.b32 c, t, 0x00800080, 0x43004300, 0xEA;
+fma.rn.bf16x2 $1, c, n, a;
+}"""
+
+_INT8_FLOAT16 = """{
+.reg .b32 t, a, c;
+mov.b32 c, 0x64806480;
+lop3.b32 a, $2, 0x00FF00FF, c, 0x6A;
+sub.rn.f16x2 $0, a, c;
+shr.u32 t, $2, 8;
+lop3.b32 a, t, 0x00FF00FF, c, 0x6A;
+sub.rn.f16x2 $1, a, c;
+}"""
+
+
+class _Float(NamedTuple):
+    """How far the bits of exponent and mantissa move, which they are then, and 2 to the difference of the biases."""
+
+    shift: int
+    mask: str
+    factor: str
+
+
+_FLOATS = {
+    (torch.float8_e4m3fn, torch.bfloat16): _Float(4, "0x07F007F0", "0x7B807B80"),
+    (torch.float8_e5m2, torch.bfloat16): _Float(5, "0x0FE00FE0", "0x77807780"),
+    (torch.float8_e4m3fn, torch.float16): _Float(7, "0x3F803F80", "0x5C005C00"),
+    (torch.float8_e5m2, torch.float16): _Float(8, "0x7F007F00", "0x3C003C00"),
+}
+_TYPES = {torch.bfloat16: "bf16x2", torch.float16: "f16x2"}
+
+UNPACKING = {
+    (torch.int8, torch.bfloat16): _INT8_BFLOAT16,
+    (torch.int8, torch.float16): _INT8_FLOAT16,
+    **{
+        (narrow, wide): _FLOAT.format(**x._asdict(), back=8 - x.shift, type=_TYPES[wide])
+        for (narrow, wide), x in _FLOATS.items()
+    },
+}
+"""PTX that turns two words ($2) into both numbers' low elements ($0) and high elements ($1), by dtypes."""
+
+MIN_WIDTH = 32
+"""Half of it is the narrowest product of 16 bit floats."""
+
+
+def unpacking(x: Tensor, dtype: torch.dtype) -> tuple[str | None, tuple[int, ...]]:
+    """The PTX that unpacks the words of ``x`` to ``dtype``, and their strides; None, and x's own, where it cannot be.
+
+    Args:
+        x: K or V, ``[.., .., .., head_dim]``.
+        dtype: q's.
+    """
+    ptx = UNPACKING.get((x.dtype, dtype)) if x.is_cuda and x.stride(3) == 1 else None
+    whole = all(n % 2 == 0 for n in (x.shape[3], x.storage_offset(), *x.stride()[:3]))
+    if ptx is None or not whole or x.shape[3] < MIN_WIDTH:
+        return None, x.stride()
+    return ptx, (*(stride // 2 for stride in x.stride()[:3]), 1)
+
+
+def is_per_head(scale: Tensor | None, paged: bool) -> bool:
+    """Whether all keys of a head share one scale."""
+    return scale is not None and scale.stride(2) == 0 and (not paged or scale.stride(0) == 0)
+
+
+@triton.jit
+def unpack_words(words, UNPACKING: tl.constexpr, dtype: tl.constexpr):
+    """Low and high elements of a tile of words."""
+    types: tl.constexpr = (tl.int16, tl.int16)
+    low, high = tl.inline_asm_elementwise(UNPACKING, "=r,=r,r", [words], dtype=types, is_pure=True, pack=2)
+    return low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)
