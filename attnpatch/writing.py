@@ -101,31 +101,41 @@ def _refused_by_triton(write: CacheWrite) -> bool:
 
 def check(write: CacheWrite) -> None:
     """Raise what :func:`cache_write` raises."""
-    k_cache, v_cache, k, v, positions, block_table, k_scale, v_scale = write
     _check_shapes(write)
-    _check_cache("k", k_cache, k, k_scale)
-    _check_cache("v", v_cache, v, v_scale)
-    batch, _, num_tokens, _ = k.shape
+    _check_cache("k", write.k_cache, write.k, write.k_scale)
+    _check_cache("v", write.v_cache, write.v, write.v_scale)
+    _check_positions(write.positions, *write.k.shape[:3:2])
+    _check_places(write.k_cache, write.block_table, write.k.shape[0])
+    for name, x in write._asdict().items():
+        if x is not None and x.device != write.k.device:
+            raise ValueError(f"{name} is on {x.device}, k on {write.k.device}; cache_write needs all on one device")
+
+
+def _check_positions(positions: Tensor, batch: int, num_tokens: int) -> None:
     if not _is_integer(positions) or tuple(positions.shape) not in ((), (num_tokens,), (batch, num_tokens)):
         raise ValueError(
             f"positions must be int32 or int64 of shape [], [num_tokens={num_tokens}] or "
             f"[batch={batch}, num_tokens={num_tokens}]; got {positions.dtype} {tuple(positions.shape)}"
         )
-    if block_table is None and k_cache.shape[0] != batch:
-        raise ValueError(
-            f"k_cache must have a row for each of the {batch} sequences of k; got {k_cache.shape[0]}. "
-            "Pages need a block_table"
-        )
-    if block_table is not None and not (
-        _is_integer(block_table) and block_table.dim() == 2 and block_table.shape[0] == batch
-    ):
+
+
+def _check_places(k_cache: Tensor, block_table: Tensor | None, batch: int) -> None:
+    if block_table is None:
+        if k_cache.shape[0] != batch:
+            raise ValueError(
+                f"k_cache must have a row for each of the {batch} sequences of k; got {k_cache.shape[0]}. "
+                "Pages need a block_table"
+            )
+    elif not _is_integer(block_table) or block_table.dim() != 2 or block_table.shape[0] != batch:
         raise ValueError(
             f"block_table must be int32 or int64 [batch={batch}, num_blocks]; "
             f"got {block_table.dtype} {tuple(block_table.shape)}"
         )
-    for name, x in write._asdict().items():
-        if x is not None and x.device != k.device:
-            raise ValueError(f"{name} is on {x.device}, k on {k.device}; cache_write needs all on one device")
+    elif block_table.shape[1] == 0 or k_cache.shape[2] == 0:
+        raise ValueError(
+            f"a sequence must have a block and a page a row at least; block_table is {tuple(block_table.shape)}, "
+            f"k_cache {tuple(k_cache.shape)}"
+        )
 
 
 def _is_integer(x: Tensor) -> bool:

@@ -20,33 +20,25 @@ def cache_write(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """See :func:`attnpatch.ops.cache_write`; waits for the device to know which positions lie inside."""
+    """See :func:`attnpatch.ops.cache_write`; waits for the device to know whether positions lie outside."""
     batch, _, num_tokens, _ = k.shape
+    num_places, _, num_rows, _ = k_cache.shape
     if positions.dim() == 0:
         positions = positions + torch.arange(num_tokens, device=k.device)
-    positions = positions.long().expand(batch, num_tokens)
-    if block_table is None:
-        inside = (positions >= 0) & (positions < k_cache.shape[2])
-        sequences, tokens = inside.nonzero(as_tuple=True)
-        places, rows = sequences, positions[inside]
-    else:
-        sequences, tokens, places, rows = _in_pages(positions, block_table, *k_cache.shape[:3:2])
+    rows = positions.long().expand(batch, num_tokens)
+    places = torch.arange(batch, device=k.device)[:, None].expand(batch, num_tokens)
+    inside = (rows >= 0) & (rows < num_rows * (1 if block_table is None else block_table.shape[1]))
+    if block_table is not None:
+        blocks = torch.where(inside, rows, 0) // num_rows
+        places, rows = block_table.gather(1, blocks).long(), rows % num_rows
+        inside = inside & (places >= 0) & (places < num_places)
+    chosen = ... if inside.all() else inside
     for cache, x, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
-        vectors = x[sequences, :, tokens]  # [inside, num_kv_heads, head_dim]
+        vectors = x.transpose(1, 2)[chosen]  # [.., num_kv_heads, head_dim]
         if scale is not None:
-            vectors, scale[places, :, rows] = quantised(vectors, cache.dtype)
+            vectors, scale.transpose(1, 2)[places[chosen], rows[chosen]] = quantised(vectors, cache.dtype)
             cache, vectors = cache.view(torch.int8), vectors.view(torch.int8)  # torch indexes no float of 8 bits
-        cache[places, :, rows] = vectors
-
-
-def _in_pages(positions: Tensor, block_table: Tensor, num_pages: int, page_size: int) -> tuple[Tensor, ...]:
-    """Sequence, token, page and row of every position that lies on a page of the pool."""
-    inside = (positions >= 0) & (positions < block_table.shape[1] * page_size)
-    sequences, tokens = inside.nonzero(as_tuple=True)
-    rows = positions[inside]
-    pages = block_table[sequences, rows // page_size].long()
-    exists = (pages >= 0) & (pages < num_pages)
-    return sequences[exists], tokens[exists], pages[exists], rows[exists] % page_size
+        cache.transpose(1, 2)[places[chosen], rows[chosen]] = vectors
 
 
 def quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
