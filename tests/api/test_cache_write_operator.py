@@ -175,10 +175,7 @@ ERRORS = {
     "positions' shape": (wrong(positions=torch.zeros(B, 1, dtype=torch.long)), r"\[num_tokens=4\] .*; got .*\(2, 1\)"),
     "table's dtype": (pages(block_table=TABLE.float()), r"block_table must be int32 or int64 \[batch=2, num_blocks\]"),
     "table's rows": (pages(block_table=TABLE[:1]), r"block_table must be .*; got torch.int32 \(1, 3\)"),
-    "table without blocks": (
-        pages(block_table=TABLE[:, :0]),
-        r"a block and a page a row at least; block_table is \(2, 0\)",
-    ),
+    "no block": (pages(block_table=TABLE[:, :0]), r"a block and a page a row at least; block_table is \(2, 0\)"),
     "no rows": (
         lambda: arguments(paged=True)._replace(k_cache=torch.zeros(5, H, 0, D), v_cache=torch.zeros(5, H, 0, DV)),
         r"a page a row at least; .*k_cache \(5, 3, 0, 8\)",
