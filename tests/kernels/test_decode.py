@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from attnpatch.attention_call import AttentionCall
 from attnpatch.dispatch import load_backend
-from attnpatch.kernels.decode import configs
 from attnpatch.kernels.decode.launch import decode
 from attnpatch.testing.inputs import check_backend, random_call
 
@@ -177,30 +176,6 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts(layout):
     check(layout(random_step(batch=2, num_kv_heads=2)), 2)
-
-
-def test_splits_do_not_depend_on_the_offset():
-    """They are chosen from shapes: a captured graph replays while the valid length grows."""
-    short, long = (random_step(q_offset=offset, window_right=0) for offset in (torch.tensor(3), torch.tensor(129)))
-    assert configs.choose_num_splits(short) == configs.choose_num_splits(long)
-
-
-SPLIT_COUNTS = {
-    "too short to split": ({"seqlen_k": 200}, 1),
-    "short": ({"seqlen_k": 1024}, 8),
-    "the multiprocessors are filled first": ({"seqlen_k": 4096, "num_kv_heads": 4, "batch": 2}, 16),
-    "two programs each": ({"seqlen_k": 131072, "num_kv_heads": 4, "batch": 2}, 33),
-    "at most MAX_SPLITS": ({"seqlen_k": 131072}, 128),
-    "the chip is full": ({"seqlen_k": 4096, "num_kv_heads": 4, "batch": 40}, 1),
-    "the window limits": ({"seqlen_k": 131072, "window_left": 1023, "window_right": 0}, 8),
-}
-
-
-@pytest.mark.parametrize(("case", "expected"), SPLIT_COUNTS.values(), ids=SPLIT_COUNTS)
-def test_split_counts(monkeypatch, case, expected):
-    monkeypatch.setattr(configs, "multiprocessors", lambda device: 132)
-    call = random_step(head_dim=1, **case)
-    assert configs.choose_num_splits(call) == expected
 
 
 REFUSALS = {
