@@ -46,6 +46,7 @@ def rewrite_graph(graph: Graph, arguments: Mapping[str, Any] = MappingProxyType(
         graph: the graph.
         arguments: given to every operator, see :attr:`attnpatch.options.Options.arguments`.
     """
+    from attnpatch.rewrites.cache_writes import merge_cache_writes
     from attnpatch.rewrites.table import RULES
 
     records: list[SiteRecord] = []
@@ -59,6 +60,7 @@ def rewrite_graph(graph: Graph, arguments: Mapping[str, Any] = MappingProxyType(
     found = [(order[node], rule, node) for rule in RULES for node in rule.candidates(graph)]
     for _, rule, node in sorted(found, key=lambda item: item[0]):
         records.append(_rewrite_site(rule, node, emitter))
+    merge_cache_writes(graph)
     graph.lint()
     return records
 

@@ -99,20 +99,26 @@ def _gather(node: Node, dims: Dims) -> Gather | None:
 
 
 def _index(node: Node) -> tuple[Node, int, Node] | None:
-    """``pool[:, ids]``: one tensor, and nothing but whole dimensions besides."""
+    """``pool[:, ids]``."""
     if op(node) not in ("getitem", "index") or not is_tensor(node) or not is_tensor(arg(node, 0, "input")):
         return None
     pool, items = arg(node, 0, "input"), arg(node, 1, "other" if op(node) == "getitem" else "indices")
-    items = list(items) if isinstance(items, (tuple, list)) else [items]
     if op(node) == "index":  # None stands for a whole dimension there
         items = [slice(None) if i is None else i for i in items]
+    found = one_index(pool, items)
+    return None if found is None else (pool, *found)
+
+
+def one_index(x: Node, items: Any) -> tuple[int, Node] | None:
+    """Of ``x[items]`` the one dimension that a tensor indexes, and that tensor; all else is whole."""
+    items = list(items) if isinstance(items, (tuple, list)) else [items]
     tensors = [i for i, item in enumerate(items) if is_tensor(item)]
     whole = all(item is Ellipsis or is_tensor(item) or _is_whole(item) for item in items)
     if len(tensors) != 1 or not whole:
         return None
     at = tensors[0]
-    hidden = len(shape(pool)) - len(items) + 1 if Ellipsis in items[:at] else 1
-    return pool, at + hidden - 1, items[at]
+    hidden = len(shape(x)) - len(items) if Ellipsis in items[:at] else 0
+    return at + hidden, items[at]
 
 
 def _is_whole(item: Any) -> bool:
