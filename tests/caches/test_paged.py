@@ -106,7 +106,7 @@ CHANGES = {
     "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
     "crop off": lambda cache: cache.crop(-3),
     "crop off a tensor": lambda cache: cache.crop(torch.tensor(-3)),
-    "crop to": lambda cache: cache.crop(4),
+    "crop to": lambda cache: cache.crop(4 if isinstance(cache, PagedCache) else -3),
     "crop nothing": lambda cache: cache.crop(0),
 }
 
