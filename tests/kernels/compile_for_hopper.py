@@ -54,7 +54,8 @@ class CompileOnly:
         self.compiled = self.kernel.warmup(*args, **kwargs)
 
 
-def facts(compiled):
+def facts(compiled, runs):
+    """Shared memory, counts of instructions, and spills inside of each of ``runs`` loops over keys, unmasked last."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
         sass = subprocess.run([NVDISASM, "-c", file.name], capture_output=True, text=True, check=True).stdout
@@ -66,15 +67,16 @@ def facts(compiled):
         "spills": r"\b(STL|LDL)\b",
     }
     found = {name: len(re.findall(p, sass)) for name, p in count.items()}
-    return {"shared": compiled.metadata.shared, **found, "spills of the last run": spills_of_the_last_run(sass)}
+    return {"shared": compiled.metadata.shared, **found, "spills by run": spills_by_run(sass, runs)}
 
 
-def spills_of_the_last_run(sass):
-    """Spills between the first and the last product of the last of three loops, which is the unmasked one."""
-    marks = re.findall(r"\b(HGMMA|STL|LDL)\b", sass)
-    products = [i for i, mark in enumerate(marks) if mark == "HGMMA"]
-    last = products[len(products) * 2 // 3 :]
-    return len(last) and last[-1] - last[0] + 1 - len(last)
+def spills_by_run(sass, runs):
+    """Spills between the first and the last product of each loop, all of which have as many."""
+    marks = re.findall(r"\b(HGMMA|HMMA|STL|LDL)\b", sass)
+    products = [i for i, mark in enumerate(marks) if mark.endswith("MMA")]
+    count = len(products) // runs
+    loops = [products[run * count : (run + 1) * count] for run in range(runs)]
+    return [loop[-1] - loop[0] + 1 - count if loop else 0 for loop in loops]
 
 
 def random_layout(heads, seqlen, width, dtype):
@@ -109,37 +111,92 @@ def compile_prefill(width, dtype, descriptors, terms):
     ):
         config = prefill_configs.table(dtype, descriptors, terms == "bounds and mask")[width]
         prefill_launch.prefill(make_call(width, 256, dtype, TERMS[terms]), config)
-    return facts(kernel.compiled)
+    return facts(kernel.compiled, 3)
 
 
-def compile_decode(width, dtype, **terms):
+def decode_call(kind, width, dtype=torch.float8_e4m3fn, scales="token"):
+    """A call of an entry of the table."""
+    seqlen_q = {"64 rows": 16, "128 rows": 60}.get(kind, 1)
+    call = make_call(width, seqlen_q, torch.float32 if kind == "float32" else torch.bfloat16, CAUSAL)
+    call = call._replace(q_offset=torch.tensor(5))
+    if kind == "8 bit":
+        scale = torch.ones(1, 2, 256 if scales == "token" else 1).expand(1, 2, 256)
+        return call._replace(k=call.k.to(dtype), v=call.v.to(dtype), k_scale=scale, v_scale=scale)
+    return in_pages(call) if kind == "pages" else call
+
+
+def in_pages(call):
+    k, v = (torch.empty(16, 2, 16, x.shape[3], dtype=x.dtype) for x in (call.k, call.v))
+    scale = None if call.k_scale is None else torch.ones(16, 2, 16)
+    return call._replace(k=k, v=v, k_scale=scale, v_scale=scale, block_table=torch.zeros(1, 16, dtype=torch.int32))
+
+
+def packed(call):
+    cu_seqlens_q = torch.tensor([0, 1, call.seqlen_q], dtype=torch.int32)
+    return call._replace(
+        q_offset=torch.zeros(2, dtype=torch.int64), cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_q
+    )
+
+
+def compile_decode(call, kind, num_splits=2):
+    """Facts of the split kernel and the merge, with what is on only where tensors lie on a GPU of 9.0."""
     split, merge = (CompileOnly(getattr(decode_launch, f"_{part}_kernel")) for part in ("split", "merge"))
+    width = decode_configs.padded_width(call.head_dim)
     with (
         mock.patch.object(decode_launch, "_split_kernel", split),
         mock.patch.object(decode_launch, "_merge_kernel", merge),
+        mock.patch.object(decode_launch, "_overlaps", return_value=True),
+        mock.patch.object(torch.Tensor, "is_cuda", True),
     ):
-        call = make_call(width, 1, dtype, {**CAUSAL, "q_offset": torch.tensor(5), **terms})
-        decode_launch.decode(call, 2, decode_configs.table(dtype)[width])
-    return facts(split.compiled), facts(merge.compiled)
+        assert decode_configs._kind(call) == kind
+        decode_launch.decode(call, num_splits, decode_configs.CONFIGS[kind][width])
+    return facts(split.compiled, 2), merge.compiled and facts(merge.compiled, 1)
+
+
+def decode_rows():
+    rows = {}
+    for kind, by_width in decode_configs.CONFIGS.items():
+        for width in by_width:
+            rows[f"decode {kind} {width}"], rows["merge"] = compile_decode(decode_call(kind, width), kind)
+    for dtype, scales in ((torch.int8, "token"), (torch.int8, "head"), (torch.float8_e5m2, "head")):
+        row = f"decode 8 bit 128 {str(dtype)[6:]} {scales}"
+        rows[row], _ = compile_decode(decode_call("8 bit", 128, dtype, scales), "8 bit")
+    calls = {
+        "8 bit": {"in pages": in_pages(decode_call("8 bit", 128))},
+        "16 bit": {
+            "bounds and mask": make_call(128, 1, torch.bfloat16, first_row({**BOUNDS, **MASK})),
+            "terms": make_call(128, 1, torch.bfloat16, first_row(TERMS["terms"])),
+        },
+        "64 rows": {
+            "packed": packed(decode_call("64 rows", 128)),
+            "packed, in pages": packed(in_pages(decode_call("64 rows", 128)))._replace(cu_seqlens_k=None),
+        },
+    }
+    for kind, by_name in calls.items():
+        for name, call in by_name.items():
+            rows[f"decode {kind} 128 {name}"], _ = compile_decode(call, kind, 1 if name == "terms" else 2)
+    return rows
+
+
+def first_row(terms):
+    """Terms of the first query alone."""
+    by_row = {"key_bounds", "attn_mask", "lse"}
+    return {name: x[:, :, :1].contiguous() if name in by_row else x for name, x in terms.items()}
 
 
 def main():
     driver.set_active(HopperDriver())
-    rows = {}
+    rows = decode_rows()
     for width in (64, 128, 256):
         for terms in ("full", "causal"):
             rows[f"prefill descriptor {width} {terms}"] = compile_prefill(width, torch.bfloat16, True, terms)
         rows[f"prefill pointer {width} causal"] = compile_prefill(width, torch.bfloat16, False, "causal")
         rows[f"prefill float32 {width} causal"] = compile_prefill(width, torch.float32, False, "causal")
-        rows[f"decode half {width}"], rows["merge"] = compile_decode(width, torch.bfloat16)
-        rows[f"decode float32 {width}"], _ = compile_decode(width, torch.float32)
     rows["prefill descriptor 128 window"] = compile_prefill(128, torch.bfloat16, True, "window")
     rows["prefill descriptor 128 terms"] = compile_prefill(128, torch.bfloat16, True, "terms")
     for width in (64, 128, 256):
         for terms in ("bounds", "bounds and band", "bounds and mask"):
             rows[f"prefill descriptor {width} {terms}"] = compile_prefill(width, torch.bfloat16, True, terms)
-    one_row = {name: x[:, :, :1] for name, x in {**BOUNDS, **MASK}.items()}
-    rows["decode half 128 bounds and mask"], _ = compile_decode(128, torch.bfloat16, **one_row)
     print(json.dumps(rows))
 
 
