@@ -123,6 +123,11 @@ def is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
+def is_empty(node: Node) -> bool:
+    """Whether a tensor is known to hold nothing."""
+    return any(isinstance(size, int) and size == 0 for size in shape(node))
+
+
 def normal_dim(node: Node, dim: int) -> int:
     """``dim`` of a tensor node as a non-negative number."""
     return dim % max(1, value(node).dim())

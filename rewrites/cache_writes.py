@@ -50,13 +50,14 @@ class CacheWrite(NamedTuple):
 
 def merge_cache_writes(graph: Graph) -> None:
     """Merge the writes of K and of V that lie before each attention of the graph."""
+    attentions = (torch.ops.attnpatch.attention.default, torch.ops.attnpatch.attention_lse.default)
     positions: dict[Any, Node] = {}
-    for node in list(graph.nodes):
-        if node.target in (torch.ops.attnpatch.attention.default, torch.ops.attnpatch.attention_lse.default):
+    writes = Writes(graph)
+    for node in [n for n in graph.nodes if n.target in attentions]:
+        k, v = (_last_write(x, node, writes) for x in node.args[1:3])
+        if k is not None and v is not None and _go_together(k, v, writes):
+            _merge(graph, k, v, node, writes, positions)
             writes = Writes(graph)
-            pair = [_last_write(x, node, writes) for x in node.args[1:3]]
-            if pair[0] is not None and pair[1] is not None and _go_together(pair[0], pair[1], writes):
-                _merge(graph, pair[0], pair[1], node, writes, positions)
 
 
 def _last_write(cache: Any, reader: Node, writes: Writes) -> CacheWrite | None:
@@ -88,7 +89,8 @@ def _fits(write: CacheWrite) -> bool:
     if positions.dtype not in (torch.int32, torch.int64) or positions.dim() != 1 or write.dim == cache.dim() - 1:
         return False
     expected = [*cache.shape[: write.dim], positions.shape[0], *cache.shape[write.dim + 1 :]]
-    return _equal(rows.shape, expected) and 0 not in cache.stride()
+    is_expanded = any(isinstance(stride, int) and stride == 0 for stride in cache.stride())
+    return _equal(rows.shape, expected) and not is_expanded
 
 
 def _equal(a: Any, b: Any) -> bool:

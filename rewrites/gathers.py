@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.fx import Node
 
 from attnpatch.axes import Dims, Step
-from attnpatch.graph import arg, is_tensor, normal_dim, op, shape, value
+from attnpatch.graph import arg, is_empty, is_tensor, normal_dim, op, shape, value
 from attnpatch.rule import Operand
 
 
@@ -80,7 +80,7 @@ def _selected(node: Node) -> tuple[Node, int, int] | None:
         whole = arg(source, 0, "input")
         return whole, normal_dim(whole, arg(source, 1, "dim", 0)), items
     items = items if isinstance(items, tuple) else (items,)
-    at = [i for i, item in enumerate(items) if isinstance(item, int)]
+    at = [i for i, item in enumerate(items) if type(item) is int]
     if len(at) != 1 or not all(_is_whole(item) for i, item in enumerate(items) if i != at[0]):
         return None
     return (source, at[0], items[at[0]]) if is_tensor(source) else None
@@ -92,7 +92,8 @@ def _gather(node: Node, dims: Dims) -> Gather | None:
         return None
     pool, dim, ids = found
     rank = len(shape(ids))
-    if value(ids).dtype not in (torch.int32, torch.int64) or not rank:
+    integers = value(ids).dtype in (torch.int32, torch.int64) and value(ids).device == value(pool).device
+    if not integers or not rank or is_empty(pool):
         return None
     kept = (*dims[:dim], *dims[dim + rank :])
     return Gather(pool, kept, dim, Operand(ids, dims[dim : dim + rank]), op(node) in ("getitem", "index"))

@@ -152,6 +152,16 @@ def test_a_pool_of_tokens():
     )
 
 
+def test_two_attentions_on_the_same_caches():
+    """Layers that share their keys: the one write before both is merged once."""
+
+    def function(q, k, v, k_cache, v_cache, at):
+        by_index_copy(k_cache, v_cache, at, k, v)
+        return attend(q, k_cache, v_cache) + attend(q * 2, k_cache, v_cache)
+
+    check(function, *args(), merged=1)
+
+
 def test_static_cache_of_transformers():
     cache_utils = pytest.importorskip("transformers.cache_utils")
 

@@ -281,6 +281,39 @@ def test_two_layers_share_the_arranged_ids():
     assert recording.named("remainder") == []  # index_select takes no negative ids
 
 
+def test_einsum_without_rows():
+    def function(q, k_pool, v_pool, ids):
+        k, v = (x[ids].view(B, S, HKV, -1) for x in (k_pool, v_pool))
+        p = torch.einsum("bgnd,bsgd->bgns", q, k).softmax(-1)
+        return torch.einsum("bgns,bsgd->bgnd", p, v)
+
+    ids = table()
+    pools = [pool(PAGES, PAGE, HKV, width, used=ids) for width in (D, DV)]
+    check_paged(function, torch.randn(B, HKV, GROUP, D), *pools, ids, page=PAGE)
+
+
+def test_bmm():
+    def function(q, k_pool, v_pool, ids):
+        k, v = (x[ids].transpose(1, 2).reshape(B, HKV, S, -1).repeat_interleave(GROUP, 1) for x in (k_pool, v_pool))
+        p = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).softmax(-1)
+        return torch.bmm(p, v.flatten(0, 1)).view(B, H, -1, DV)
+
+    ids = table()
+    pools = [pool(PAGES, HKV, PAGE, width, used=ids) for width in (D, DV)]
+    check_paged(function, query(3), *pools, ids, page=PAGE)
+
+
+def test_one_kv_head_without_a_dimension():
+    def function(q, k_pool, v_pool, ids):
+        k, v = (x[slots(ids)][:, None].expand(B, H, S, -1) for x in (k_pool, v_pool))
+        return sdpa(q, k, v)
+
+    ids = table()
+    pools = [pool(PAGES * PAGE, width, used=slots(ids)) for width in (D, DV)]
+    recording = check_rewrite(function, query(3), *pools, ids)
+    assert of_operator(recording) == ((PAGES * PAGE, 1, 1, D), (PAGES * PAGE, 1, 1, DV), (B, S))
+
+
 # Writes
 
 
@@ -390,6 +423,16 @@ def test_k_alone_gathered():
 
     ids = table()
     check_gathered(function, query(), pool(PAGES, HKV, PAGE, D, used=ids), torch.randn(B, HKV, S, D), ids)
+
+
+def test_an_empty_pool():
+    def function(q, k_pool, v_pool, ids):
+        return sdpa(q, *(x[ids].transpose(1, 2).reshape(B, HKV, 0, D) for x in (k_pool, v_pool)))
+
+    recording = record(
+        function, query()[:, :HKV], *torch.zeros(2, 0, HKV, PAGE, D), torch.zeros(B, 0, dtype=torch.int64)
+    )
+    assert of_operator(recording)[2] is None
 
 
 def test_pools_of_different_sizes():
