@@ -151,12 +151,13 @@ def test_two_scales_and_a_number(attend):
 
 
 @pytest.mark.parametrize("attend", [eager, sdpa])
+@pytest.mark.parametrize("product", ["cast_mul", "mul_cast", "float_and_back", "float_method"])
 @pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision(q_dtype, attend):
-    """The operator multiplies in float32 what the original rounds to q's dtype twice."""
+def test_half_precision(q_dtype, product, attend):
+    """The operator multiplies in float32 what the original rounds to q's dtype once or twice."""
 
     def function(q, k, ks, v, vs):
-        return attend(q, repeat_kv(k.to(q_dtype) * ks), repeat_kv(v.to(q_dtype) * vs))
+        return attend(q, *(repeat_kv(PRODUCTS[product](x, s)) for x, s in ((k, ks), (v, vs))))
 
     check_codes(function, *args(q_dtype=q_dtype, scale_dtype=q_dtype))
 

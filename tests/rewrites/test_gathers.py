@@ -281,6 +281,29 @@ def test_two_layers_share_the_arranged_ids():
     assert recording.named("remainder") == []  # index_select takes no negative ids
 
 
+def test_enable_gqa():
+    def function(q, k_pool, v_pool, ids):
+        k, v = (x[ids].transpose(1, 2).reshape(B, HKV, S, -1) for x in (k_pool, v_pool))
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    ids = table()
+    pools = [pool(PAGES, HKV, PAGE, width, used=ids) for width in (D, DV)]
+    check_paged(function, query(3), *pools, ids, page=PAGE)
+
+
+def test_logsumexp_beside():
+    def function(q, k_pool, v_pool, ids):
+        k, v = (repeat_kv(x[ids].transpose(1, 2).reshape(B, HKV, S, -1)) for x in (k_pool, v_pool))
+        scores = q @ k.mT * 0.25
+        return torch.cat([scores.softmax(-1) @ v, scores.logsumexp(-1, keepdim=True)], -1)
+
+    ids = table()
+    pools = [pool(PAGES, HKV, PAGE, width, used=ids) for width in (D, DV)]
+    recording = check_rewrite(function, query(3), *pools, ids)
+    (node,) = recording.named("attention_lse")
+    assert (recording.masks, shape(node.kwargs["block_table"])) == (["none, pages"], (B, BLOCKS))
+
+
 def test_einsum_without_rows():
     def function(q, k_pool, v_pool, ids):
         k, v = (x[ids].view(B, S, HKV, -1) for x in (k_pool, v_pool))
