@@ -87,7 +87,7 @@ class Patched:
         if cache is None:
             return self._run_compiled(*args, **kwargs)
         named = dict(zip(inspect.signature(self.module.forward).parameters, args, strict=False))
-        arguments, stored = cache.before_forward({**named, **kwargs}), False
+        arguments, stored = cache.before_forward(self.module, {**named, **kwargs}), False
         try:
             result = self._run_compiled(**arguments)
             stored = True

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
 
@@ -40,6 +40,8 @@ class _Sequences:
         """New tokens that the forward in progress has pages for."""
         self.hooked = False
         """Whether the caller of the model prepared this forward and will end it (see before_forward)."""
+        self.padded = False
+        """Whether a graph gets the block table's full width, so that it serves any length."""
         self._uploaded = -1
         with torch.inference_mode(False):  # tensors that live longer than one call are never of an inference mode
             self.block_table = torch.zeros(0, 0, dtype=torch.int32, device=pools[0].device)
@@ -48,7 +50,7 @@ class _Sequences:
     @property
     def in_graph(self) -> bool:
         """Whether a graph is traced that will run with other lengths than today's."""
-        return self.hooked and torch.compiler.is_compiling()
+        return self.padded and torch.compiler.is_compiling()
 
     def capacity(self) -> int:
         """Keys per sequence that the block table has room for."""
@@ -136,7 +138,7 @@ def _check_fits(states: Tensor, pool: Tensor) -> None:
         raise ValueError(
             f"a layer caches {states.shape[1]} heads of {states.shape[3]}, {states.dtype} on {states.device}; this "
             f"PagedCache's pages hold {pool.shape[1]} heads of {pool.shape[3]}, {pool.dtype} on {pool.device}. "
-            "dtype= and device= choose the latter; models whose layers differ in heads are not supported"
+            "dtype= and device= choose the latter; the heads are the config's, and other models are not supported"
         )
 
 
@@ -206,10 +208,12 @@ class PagedCache(Cache):
         """Sequences held; -1 if none is."""
         return len(self.sequences.table.rows) or -1
 
-    def before_forward(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def before_forward(self, model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
         """Allocate pages for a forward of the model, and fit its mask to what :meth:`update` will return in a graph.
 
         Args:
+            model: a model that transformers does not run on a static cache gets keys of their true length, and so a
+                graph that depends on it.
             arguments: of the model's forward, by name.
 
         Returns:
@@ -225,6 +229,9 @@ class PagedCache(Cache):
         batch, new = inputs[0].shape[:2]
         self._reserve(batch, new)
         self.sequences.hooked = True
+        self.sequences.padded = getattr(model, "_can_compile_fullgraph", True)
+        if not self.sequences.padded:
+            return arguments
         mask = arguments.get("attention_mask")
         if mask is None:  # in a graph every key up to the capacity would count where transformers builds no mask
             mask = inputs[0].new_ones(batch, self.sequences.table.length + new, dtype=torch.int64)
@@ -232,7 +239,7 @@ class PagedCache(Cache):
 
     def after_forward(self, stored: bool) -> None:
         """End what :meth:`before_forward` began; ``stored`` says whether the model ran to its end."""
-        self.sequences.hooked = False
+        self.sequences.hooked = self.sequences.padded = False
         if stored:
             self._commit()
         else:

@@ -144,6 +144,23 @@ def test_a_window(model_with, run):
     assert "window" in attnpatch.report(model).sites[0].mask
 
 
+def test_a_model_that_takes_lengths_from_the_width_of_its_keys(run):
+    """GPT-Neo slices its causal mask by it, and has no position past the 32nd: the full table would be too wide."""
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    torch.manual_seed(0)
+    config = GPTNeoConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=1, attention_types=[[["global"], 1]],
+        num_heads=4, max_position_embeddings=32, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = GPTNeoForCausalLM._from_config(config, attn_implementation="eager").eval()
+    assert not model._can_compile_fullgraph
+    expected = run(model, DynamicCache(config=config), pads=3)
+    attnpatch.patch(model, strict=True)
+    assert torch.equal(run(model, PagedCache(config, num_pages=32, page_size=4), pads=3), expected)
+    assert fused(model) == (1, 0, [])
+
+
 def test_full_pool_is_an_error_before_the_forward(model):
     attnpatch.patch(model, strict=True)
     cache = PagedCache(model.config, num_pages=2, page_size=4)
