@@ -87,10 +87,10 @@ def test_every_value(dtype, q_dtype, heads):
 @pytest.mark.parametrize("q_dtype", HALVES, ids=str)
 def test_what_is_unpacked(dtype, q_dtype):
     x = torch.zeros(1, 2, 64, 130, dtype=torch.int8, device=CUDA).view(dtype)
-    assert unpacking(x[..., :128], q_dtype)[0] is not None
-    for odd in (x[..., 1:129], x[..., :127], x[..., :30], x.transpose(2, 3), x[..., ::2]):
-        assert unpacking(odd, q_dtype) == (None, odd.stride())
-    assert unpacking(x, torch.float32)[0] is None
+    assert unpacking(x[..., :128], q_dtype, True)[0] is not None
+    for odd in (x[..., :127], x[..., :30], x.transpose(2, 3), x[..., ::2]):
+        assert unpacking(odd, q_dtype, True) == (None, odd.stride())
+    assert unpacking(x, q_dtype, False)[0] is unpacking(x, torch.float32, True)[0] is None
 
 
 LAYOUTS = {

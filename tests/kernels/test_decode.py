@@ -1,7 +1,5 @@
 """triton.decode in the interpreter: every term, every split count, against float64."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,8 +7,8 @@ from hypothesis import strategies as st
 
 from attnpatch.attention_call import AttentionCall
 from attnpatch.dispatch import load_backend
-from attnpatch.kernels.decode.launch import decode
-from attnpatch.testing.inputs import check_backend, random_call
+from attnpatch.testing.inputs import random_call
+from tests.kernels.calls import bias, bool_mask, check, poison
 
 BACKEND = load_backend("triton.decode")
 SPLITS = [1, 2, 3, 17]
@@ -22,19 +20,6 @@ def random_step(**case):
     """float16 unless the row says otherwise: bfloat16 products are wrong in the interpreter."""
     defaults = {"num_kv_heads": 1, "seqlen_q": 1, "seqlen_k": 130, "head_dim": 16, "dtype": torch.float16}
     return random_call(**{**defaults, **case})
-
-
-def check(call, num_splits):
-    return check_backend(BACKEND._replace(run=lambda call: decode(call, num_splits)), call)
-
-
-def bool_mask(*shape, keep=0.7):
-    return torch.rand(shape, generator=torch.Generator().manual_seed(1)) < keep
-
-
-def bias(*shape, dtype=torch.float32, hide=0.0, constant=-math.inf):
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(2))
-    return values.to(dtype).masked_fill(~bool_mask(*shape, keep=1 - hide), constant)
 
 
 @pytest.mark.parametrize(("head_dim", "head_dim_v"), [(16, 16), (40, 40), (80, 80), (96, 96), (128, 128), (192, 128)])
@@ -137,12 +122,6 @@ def test_softcap(softcap, sm_scale):
 @pytest.mark.parametrize("num_splits", SPLITS)
 def test_no_keys(num_splits):
     assert not check(random_step(seqlen_k=0), num_splits).any()
-
-
-def poison(call, dead):
-    """NaN in the keys and values of every key that bool ``dead`` ``[batch, seqlen_k]`` marks."""
-    dead = dead[:, None, :, None]
-    return call._replace(k=call.k.masked_fill(dead, math.nan), v=call.v.masked_fill(dead, math.nan))
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
