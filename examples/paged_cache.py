@@ -8,8 +8,9 @@ from rich.console import Console
 import attnpatch
 from attnpatch.cli.checkpoint import load_checkpoint
 
-TEXT = """Once upon a time a fox lived at the edge of a wood. She had two friends, an owl who slept all day and a hare who
-never slept at all. In summer they met by the old mill, where the water was warm, and told each other what they had seen."""
+TEXT = """Once upon a time a fox lived at the edge of a wood. She had two friends, an owl who slept all day and a hare
+who never slept at all. In summer they met by the old mill, where the water was warm, and told each other what they had
+seen."""
 WAYS = ("One day the fox", "Every evening the owl", "When winter came, the hare")
 
 

@@ -330,8 +330,13 @@ class PagedCache(Cache):
         self.sequences.table.select(torch.arange(max(self.batch_size, 0))[indices.cpu()].tolist())
 
 
-def _padded(mask: Tensor, width: int) -> Tensor:
-    """A mask ``[..., keys]`` with hidden keys appended; 1 and True show one in two dimensions, 0.0 in more."""
+def _padded(mask: Any, width: int) -> Any:
+    """A mask ``[..., keys]``, or one per type of layer, with hidden keys appended.
+
+    1 and True show a key in two dimensions, 0.0 in more.
+    """
+    if not isinstance(mask, Tensor):
+        return {name: one if one is None else _padded(one, width) for name, one in mask.items()}
     hidden = torch.finfo(mask.dtype).min if mask.dim() > 2 and mask.is_floating_point() else 0
     return pad(mask, (0, width - mask.shape[-1]), value=hidden)
 

@@ -134,6 +134,20 @@ def test_a_mask_of_four_dimensions(model_with, dtype):
     torch.testing.assert_close(got, expected)
 
 
+def test_a_mask_per_type_of_layer(model_with):
+    kinds = ["full_attention", "sliding_attention"]
+    model = model_with("Gemma2", sliding_window=4, layer_types=kinds)
+    keep = torch.ones(9, 9, dtype=torch.bool).tril()
+    masks = dict(zip(kinds, [keep[None, None], (keep & ~keep.tril(-4))[None, None]], strict=True))
+    masks = {kind: torch.where(mask, 0.0, torch.finfo(torch.float32).min) for kind, mask in masks.items()}
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        attnpatch.patch(model, strict=True)
+        got = model(ids, attention_mask=masks, past_key_values=PagedCache(model.config, num_pages=8)).logits
+    torch.testing.assert_close(got, expected)
+
+
 def test_a_window(model_with, run):
     model = model_with("Mistral", sliding_window=6, num_hidden_layers=1)
     options = {"length": 4, "pads": 1, "max_new_tokens": 9}
