@@ -41,6 +41,14 @@ class Axes:
         """``dims`` with every split axis replaced by its parts."""
         return tuple(tuple(part for axis in dim for part in self._resolved(axis)) for dim in dims)
 
+    def bare(self, dims: Dims) -> Dims:
+        """``dims``, resolved, without axes of size 1: those a tensor may have or lack."""
+        return tuple(tuple(a for a in dim if not self.is_one(a)) for dim in self.resolve(dims))
+
+    def is_one(self, axis: str) -> bool:
+        """Whether the size of an axis is known to be 1."""
+        return isinstance(self.sizes[axis], int) and self.sizes[axis] == 1
+
     def _resolved(self, axis: str) -> tuple[str, ...]:
         parts = self._parts.get(axis)
         return (axis,) if parts is None else tuple(p for part in parts for p in self._resolved(part))

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from attnpatch.axes import Axes, Dims, Layout
+from attnpatch.axes import Axes, Dims, Layout, Step
 from attnpatch.errors import Refused
-from attnpatch.graph import Writes, is_one, is_tensor, place, shape, value
+from attnpatch.graph import Writes, is_tensor, place, shape, value
 from attnpatch.rewrites.operands import batch_axes, head_axes, names, peel, read, said
 from attnpatch.rewrites.storage import Stored, Unwrapper
 from attnpatch.rule import Operand, Storage
@@ -128,11 +128,13 @@ class Arrangement:
         if k.ids is None:
             return None, ()
         own = names(k.ids[-1].dims, self.axes)
-        blocks, page = (tuple(a for a in key if (a in own) == outer and not self._is_one(a)) for outer in (True, False))
+        blocks, page = (
+            tuple(a for a in key if (a in own) == outer and not self.axes.is_one(a)) for outer in (True, False)
+        )
         one_block = not blocks and len(k.ids[-1].dims) > 1
-        if (*blocks, *page) != self._bare((key,))[0] or not (blocks or one_block):
+        if (*blocks, *page) != self.axes.bare((key,))[0] or not (blocks or one_block):
             raise Refused(f"{k.ids[-1].node.name} does not number the keys")
-        return self._choose(self._bares(k.ids), self._bare((batch, blocks))), blocks
+        return self._choose(self._bares(k.ids), self.axes.bare((batch, blocks))), blocks
 
     def _placed(self, x: Stored, dense: Dims, blocks: tuple[str, ...]) -> tuple[Operand, list[Operand] | None]:
         """K or V with the steps to the operator's layout, and its scales."""
@@ -140,7 +142,7 @@ class Arrangement:
             target, choices = dense, x.choices
         else:
             page = tuple(axis for axis in dense[2] if axis not in blocks)
-            target = self._bare(((x.picked,), dense[1], page, dense[3]))
+            target = self.axes.bare(((x.picked,), dense[1], page, dense[3]))
             choices = self._bares(x.choices)
         placed = self._choose(choices, target)
         if x.ids is not None and _copies(placed):
@@ -153,26 +155,29 @@ class Arrangement:
         if not is_tensor(choices[-1].node):
             return choices[-1]
         own = names(choices[-1].dims, self.axes)
-        return self._choose(self._bares(choices), tuple(dim if own & {*dim} else () for dim in self._bare(target)))
+        return self._choose(self._bares(choices), tuple(dim if own & {*dim} else () for dim in self.axes.bare(target)))
 
     def _choose(self, choices: list[Operand], target: Dims) -> Operand:
         """The choice that needs the fewest steps to the dims ``target``, with those steps."""
-        planned = [(self.axes.plan(self.axes.resolve(x.dims), target), x) for x in choices]
-        steps, best = min(planned, key=lambda item: len(item[0]))
+        steps, best = min(self._plans(choices, target), key=lambda item: len(item[0]))
         absent = names(target, self.axes) - names(best.dims, self.axes)
         if any(self.axes.sizes[axis] != 1 for axis in absent):
             raise Refused(f"{best.node.name} {said(shape(best.node))} is broadcast over the heads or the batch")
         return Operand(best.node, self.axes.resolve(best.dims), (*best.steps, *steps))
 
-    def _bare(self, dims: Dims) -> Dims:
-        """``dims`` without axes of size 1, which a pool may lack."""
-        return tuple(tuple(a for a in dim if not self._is_one(a)) for dim in self.axes.resolve(dims))
+    def _plans(self, choices: list[Operand], target: Dims) -> list[tuple[list[Step], Operand]]:
+        """The choices that can be brought to the dims ``target``, with the steps of each."""
+        found: list[tuple[list[Step], Operand]] = []
+        for x in choices:
+            try:
+                found.append((self.axes.plan(self.axes.resolve(x.dims), target), x))
+            except Refused:
+                if x is choices[-1] and not found:
+                    raise
+        return found
 
     def _bares(self, choices: list[Operand]) -> list[Operand]:
-        return [x._replace(dims=self._bare(x.dims)) for x in choices]
-
-    def _is_one(self, axis: str) -> bool:
-        return is_one(self.axes.sizes[axis])
+        return [x._replace(dims=self.axes.bare(x.dims)) for x in choices]
 
     def _dtype(self, *multiplied: torch.dtype | None) -> torch.dtype:
         """What q must have: the dtype of k and v, or of what their codes are multiplied out to."""

@@ -129,8 +129,9 @@ class Unwrapper:
 
     def _are_same(self, a: Operand, b: Operand) -> bool:
         """Whether two ids hold the same and mean the same."""
-        x, y = (self._resolved(self._peel(ids)[-1]) for ids in (a, b))
-        return x.dims == y.dims and (x.node is y.node or self._meaning(x.node) == self._meaning(y.node))
+        x, y = (self._peel(ids)[-1] for ids in (a, b))
+        mean_the_same = self.axes.bare(x.dims) == self.axes.bare(y.dims)
+        return mean_the_same and (x.node is y.node or self._meaning(x.node) == self._meaning(y.node))
 
     def _meaning(self, x: Any) -> Any:
         """A node as what computes it, so that two can be compared; the node itself when writes may come between."""

@@ -184,6 +184,34 @@ def test_dynamic_shapes(attend):
     assert recording.masks == ["none, pages"]
 
 
+@pytest.mark.parametrize("attend", [eager, sdpa])
+def test_flat_ids_of_sizes_known_only_at_run_time(attend):
+    """PagedCache's spelling: the ids are flattened for index_select, and batch and blocks told apart again."""
+
+    def function(q, k_pool, v_pool, ids):
+        pages = (x.index_select(0, ids.flatten()).unflatten(0, ids.shape) for x in (k_pool, v_pool))
+        k, v = (x.transpose(1, 2).flatten(2, 3) for x in pages)
+        return attend(q, k, v)
+
+    ids = table()
+    pools = [pool(PAGES, HKV, PAGE, D, used=ids) for _ in range(2)]
+    recording = check_rewrite(function, query(5)[:, :HKV], *pools, ids, dynamic=True)
+    assert recording.masks == ["none, pages"]
+    assert recording.named("index_select") == []
+
+
+def test_scales_of_one_sequence():
+    """A batch of 1 has no axis in the scales, and one in the codes."""
+
+    def function(q, k, v, s, ids):
+        k, v = ((x[ids].float() * s[ids]).transpose(1, 2).flatten(2, 3) for x in (k, v))
+        return sdpa(q, repeat_kv(k), repeat_kv(v))
+
+    codes = (torch.randn(2, PAGES, HKV, PAGE, D) * 40).clamp(-127, 127).to(torch.int8)
+    recording = check_rewrite(function, query()[:1], *codes, torch.rand(PAGES, HKV, PAGE, 1) * 0.05, table()[:1])
+    assert recording.masks == ["none, pages, int8 K, int8 V"]
+
+
 REPEATS = {
     "pool": lambda pool, ids: pool.repeat_interleave(GROUP, 1)[ids].transpose(1, 2).reshape(B, H, S, D),
     "pages": lambda pool, ids: pool[ids].repeat_interleave(GROUP, 2).transpose(1, 2).reshape(B, H, S, D),
