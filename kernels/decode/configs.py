@@ -24,9 +24,6 @@ INVARIANT_SPLIT_KEYS = 1024
 
 ANY_SHARE = 1 << 30
 
-MERGE_ROWS = 128
-"""Up to this many rows each is merged by several programs."""
-
 
 class DecodeConfig(NamedTuple):
     """Launch configuration: rows and keys per tile, warps, pipeline stages, programs to start per multiprocessor."""
@@ -60,6 +57,14 @@ class Plan(NamedTuple):
     block_b: int
 
 
+CROWDED = 3
+"""KV heads of all sequences per multiprocessor from which on more and smaller programs are faster. H200, 64 sequences
+of 1024 keys, 8 KV heads of 128: 65.1 us with 4 programs of 2 warps per multiprocessor, 66.3 with 2 of 4 warps; 32 of
+4096 keys: 132.7 and 122.9 (2026-11-30)."""
+
+MANY_ROWS_BYTES = 131072
+"""Shared memory that the widest tile of many rows takes."""
+
 INTERPRETED = DecodeConfig(16, 64, 4, 1)
 
 CONFIGS = {
@@ -68,19 +73,34 @@ CONFIGS = {
         128: DecodeConfig(16, 32, 4, 4),
         256: DecodeConfig(16, 32, 4, 3),
     },
+    "16 bit, crowded": {
+        64: DecodeConfig(16, 128, 4, 3),
+        128: DecodeConfig(16, 32, 2, 3, 4),
+        256: DecodeConfig(16, 32, 4, 3),
+    },
     "pages": {
+        64: DecodeConfig(16, 64, 2, 3, 4),
+        128: DecodeConfig(16, 32, 2, 3, 4),
+        256: DecodeConfig(16, 32, 4, 3),
+    },
+    "pages, a program per head": {
         64: DecodeConfig(16, 128, 4, 3),
         128: DecodeConfig(16, 64, 4, 3),
         256: DecodeConfig(16, 32, 4, 3),
     },
     "8 bit": {
-        64: DecodeConfig(16, 128, 4, 3),
-        128: DecodeConfig(16, 128, 4, 3),
-        256: DecodeConfig(16, 64, 4, 3),
+        64: DecodeConfig(16, 128, 2, 3, 4),
+        128: DecodeConfig(16, 64, 2, 3, 4),
+        256: DecodeConfig(16, 32, 2, 3, 4),
     },
-    "many rows": {  # 64 rows are what wgmma takes
+    "64 rows": {  # the fewest that wgmma takes
         64: DecodeConfig(64, 64, 4, 3, 1),
         128: DecodeConfig(64, 64, 4, 3, 1),
+        256: DecodeConfig(64, 32, 4, 3, 1),
+    },
+    "128 rows": {
+        64: DecodeConfig(128, 64, 8, 3, 1),
+        128: DecodeConfig(128, 64, 8, 3, 1),
         256: DecodeConfig(64, 32, 4, 3, 1),
     },
     # Exact products run on the plain FMA units and hold whole rows of q and k in registers; larger tiles spill.
@@ -97,18 +117,30 @@ def choose_config(call: AttentionCall) -> DecodeConfig:
     """Tile shapes for ``call``, from its dtypes, widest head dim and rows."""
     if call.q.device.type == "cpu":
         return INTERPRETED
-    width = padded_width(max(call.head_dim, call.head_dim_v))
-    return CONFIGS[_kind(call)][max(width, 64)]
+    width = max(64, padded_width(max(call.head_dim, call.head_dim_v)))
+    kind = _kind(call)
+    if kind.endswith("rows") and shared_memory(call.q.device) < MANY_ROWS_BYTES:
+        return CONFIGS["64 rows"][width]._replace(num_stages=2)
+    return CONFIGS[kind][width]
 
 
 def _kind(call: AttentionCall) -> str:
     if call.q.dtype == torch.float32:
         return "float32"
-    if call.q.shape[2] * call.group_size > 16:
-        return "many rows"
+    rows = call.q.shape[2] * call.group_size
+    if call.cu_seqlens_q is not None:
+        return "64 rows"  # of a sequence, nobody here knows how many
+    if rows > 16:
+        return "64 rows" if rows <= 64 else "128 rows"
     if call.k_scale is not None or call.v_scale is not None:
         return "8 bit"
-    return "16 bit" if call.block_table is None else "pages"
+    kind = "16 bit" if call.block_table is None else "pages"
+    if call.batch_invariant:
+        return kind
+    heads_per_sm = call.batch * call.num_kv_heads / multiprocessors(call.q.device)
+    if heads_per_sm >= CROWDED:
+        return "16 bit, crowded" if kind == "16 bit" else kind
+    return "pages, a program per head" if kind == "pages" and heads_per_sm >= 1 else kind
 
 
 def choose_plan(call: AttentionCall, config: DecodeConfig, num_splits: int = 0) -> Plan:
@@ -172,7 +204,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def choose_merge(call: AttentionCall, plan: Plan, rows: int) -> tuple[int, int]:
-    """Splits and columns that a program of the merge takes at a time: narrow where there are few rows."""
-    splits = MAX_SPLITS if call.batch_invariant else min(MAX_SPLITS, padded_width(plan.num_splits))
-    return splits, 32 if rows <= MERGE_ROWS else min(128, padded_width(call.head_dim_v))
+def choose_merge(call: AttentionCall, plan: Plan) -> int:
+    """How many splits a program of the merge takes at a time."""
+    return MAX_SPLITS if call.batch_invariant else min(MAX_SPLITS, padded_width(plan.num_splits))
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Most bytes of shared memory of a program."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -45,7 +45,8 @@ def decode(call: AttentionCall, num_splits: int = 0, config: DecodeConfig | None
     o = call.empty_output()
     if o.numel() == 0:
         return o
-    launches = planned(_launches, call, num_splits, config, precision(call.q.dtype))
+    in_words = (call.k.data_ptr() | call.v.data_ptr()) % 2 == 0  # a plan knows everything of K and V but their address
+    launches = planned(_launches, call, num_splits, config, precision(call.q.dtype), in_words)
     pages = (call.k_scale, call.v_scale, call.block_table, call.cu_seqlens_q, call.cu_seqlens_k)
     masks = (call.attn_mask, call.key_padding, call.key_bounds)
     inputs = (call.q, call.k, call.v, *pages, *masks)
@@ -59,7 +60,9 @@ def decode(call: AttentionCall, num_splits: int = 0, config: DecodeConfig | None
     return o
 
 
-def _launches(call: AttentionCall, num_splits: int, config: DecodeConfig | None, precision: str) -> Launches:
+def _launches(
+    call: AttentionCall, num_splits: int, config: DecodeConfig | None, precision: str, in_words: bool
+) -> Launches:
     config = config or choose_config(call)
     plan = choose_plan(call, config, num_splits)
     shared = {
@@ -78,17 +81,19 @@ def _launches(call: AttentionCall, num_splits: int, config: DecodeConfig | None,
         "BLOCK_B": plan.block_b,
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
-        **_overlap(call.q.device),
+        "PDL": plan.merges and _overlaps(call.q.device),
     }
     rows = call.num_heads * call.q.shape[0] * call.q.shape[2]
     merge = _merge(call, plan, rows, shared) if plan.merges else None
     return Launches(
-        _split(call, config, plan, precision, shared), merge, plan.num_splits * rows * (call.head_dim_v + 2)
+        _split(call, config, plan, precision, in_words, shared), merge, plan.num_splits * rows * (call.head_dim_v + 2)
     )
 
 
-def _split(call: AttentionCall, config: DecodeConfig, plan: Plan, precision: str, shared: dict[str, Any]) -> Launch:
-    (k_unpack, k_strides), (v_unpack, v_strides) = (unpacking(x, call.q.dtype) for x in (call.k, call.v))
+def _split(
+    call: AttentionCall, config: DecodeConfig, plan: Plan, precision: str, in_words: bool, shared: dict[str, Any]
+) -> Launch:
+    (k_unpack, k_strides), (v_unpack, v_strides) = (unpacking(x, call.q.dtype, in_words) for x in (call.k, call.v))
     paged = call.block_table is not None
     output = _output_strides(call)
     if plan.merges:
@@ -132,16 +137,16 @@ def _split(call: AttentionCall, config: DecodeConfig, plan: Plan, precision: str
 
 
 def _merge(call: AttentionCall, plan: Plan, rows: int, shared: dict[str, Any]) -> Launch:
-    splits, columns = choose_merge(call, plan, rows)
     return Launch(
         _merge_kernel,
-        rows * -(-call.head_dim_v // columns),
+        rows,
         sinks_strides=per_head_strides(call.sinks),
         o_strides=_output_strides(call),
         num_heads=call.num_heads,
         num_rows=rows,
-        BLOCK_S=splits,
-        BLOCK_DV=columns,
+        BLOCK_S=choose_merge(call, plan),
+        BLOCK_DV=padded_width(call.head_dim_v),
+        **({"launch_pdl": True} if shared["PDL"] else {}),
         **shared,
     )
 
@@ -155,10 +160,9 @@ def _offset_stride(call: AttentionCall) -> int | None:
     """Stride of ``q_offset`` over the batch, None when it is a number."""
     if not isinstance(call.q_offset, Tensor):
         return None
-    return call.q_offset.stride(0) if call.q_offset.dim() else 0
+    return call.q_offset.stride(0) if call.q_offset.numel() > 1 else 0
 
 
-def _overlap(device: torch.device) -> dict[str, Any]:
-    """Programmatic dependent launch, where there is one: a kernel starts up while the one before it ends."""
-    overlaps = device.type == "cuda" and capability(device) >= (9, 0)
-    return {"PDL": True, "launch_pdl": True} if overlaps else {"PDL": False}
+def _overlaps(device: torch.device) -> bool:
+    """Whether there is programmatic dependent launch: the merge starts up while the split kernel still runs."""
+    return device.type == "cuda" and capability(device) >= (9, 0)

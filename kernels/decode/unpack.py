@@ -83,15 +83,16 @@ MIN_WIDTH = 32
 """Half of it is the narrowest product of 16 bit floats."""
 
 
-def unpacking(x: Tensor, dtype: torch.dtype) -> tuple[str | None, tuple[int, ...]]:
+def unpacking(x: Tensor, dtype: torch.dtype, in_words: bool) -> tuple[str | None, tuple[int, ...]]:
     """The PTX that unpacks the words of ``x`` to ``dtype``, and their strides; None, and x's own, where it cannot be.
 
     Args:
         x: K or V, ``[.., .., .., head_dim]``.
         dtype: q's.
+        in_words: whether its address is a multiple of 2.
     """
     ptx = UNPACKING.get((x.dtype, dtype)) if x.is_cuda and x.stride(3) == 1 else None
-    whole = all(n % 2 == 0 for n in (x.shape[3], x.storage_offset(), *x.stride()[:3]))
+    whole = in_words and all(n % 2 == 0 for n in (x.shape[3], *x.stride()[:3]))
     if ptx is None or not whole or x.shape[3] < MIN_WIDTH:
         return None, x.stride()
     return ptx, (*(stride // 2 for stride in x.stride()[:3]), 1)
