@@ -121,6 +121,16 @@ def test_one_of_both(dtype):
         check(both._replace(v=quantised(call, torch.int8).v, v_scale=quantised(call, torch.int8, "head").v_scale))
 
 
+@pytest.mark.parametrize("q_dtype", HALVES, ids=str)
+@pytest.mark.parametrize("per", ["token", "head"])
+@pytest.mark.parametrize("size", [1e-3, 1e3])
+def test_sizes_of_values(dtype, size, per, q_dtype):
+    """Scales may be far below and above what float16 holds exactly."""
+    for rows in (1, 20):
+        call = dense(seqlen_q=rows, dtype=q_dtype)
+        check(quantised(call._replace(v=call.v * size), dtype, per))
+
+
 TERMS = {
     "a window": {"window_left": 255},
     "rows that see nothing": {"q_offset": torch.tensor([-1, 1400])},

@@ -158,3 +158,13 @@ def test_long_sequences_get_the_programs(chip):
     plan = configs.choose_plan(call, CONFIG)
     found = [b for b, *_ in run(_programs, plan.programs, call, plan, 6)]
     assert [found.count(b) for b in range(3)] == [-(-5000 // configs.SPLIT_KEYS), 1, 1]
+
+
+def test_the_most_programs(chip):
+    """Each of 3 sequences has one split more than whole shares: of the programs one has nothing to do."""
+    chip(1)
+    call = random_call(3, 2, 1, 1, 2561, 1, q_offset=torch.tensor([2560, 0, 0]), window_right=0)
+    check_plan(call)
+    plan = configs.choose_plan(call, CONFIG)
+    found = [b for b, *_ in run(_programs, plan.programs, call, plan, 6)]
+    assert ([found.count(b) for b in range(3)], len(found)) == ([6, 1, 1], 9)
