@@ -168,7 +168,9 @@ class AttentionCall(NamedTuple):
 def new_output(q: Tensor, v: Tensor) -> Tensor:
     """See :meth:`AttentionCall.empty_output`; also the fake's output, so the strides agree."""
     batch, num_heads, seqlen_q, _ = q.shape
-    return q.new_empty((batch, seqlen_q, num_heads, v.shape[3])).transpose(1, 2)
+    width = v.shape[3]
+    strides = (seqlen_q * num_heads * width, width, num_heads * width, 1)
+    return q.new_empty_strided((batch, num_heads, seqlen_q, width), strides)
 
 
 def position_offset(q_offset: int | Tensor, device: torch.device) -> Tensor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from attnpatch.kernels.cache_write.kernel import _cache_write_kernel
 from attnpatch.kernels.cache_write.reference import LIMITS
 from attnpatch.kernels.common.launcher import Launch
 from attnpatch.kernels.common.support import strides
+from attnpatch.writing import CacheWrite
 
 MANY_TOKENS = 16
 """Tokens of one program, where there are several."""
@@ -22,34 +25,44 @@ def cache_write(
     block_table: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-) -> Launch:
-    """The launch, of these very tensors, that does :func:`attnpatch.ops.cache_write`; they are checked already."""
-    batch, num_kv_heads, num_tokens, head_dim = k.shape
-    paged = block_table is not None
+) -> Callable[..., None]:
+    """What does :func:`attnpatch.ops.cache_write` of such arguments, in one launch; they are checked already."""
+    launch = _launch(CacheWrite(k_cache, v_cache, k, v, positions, block_table, k_scale, v_scale))
+    return lambda *write: launch(write)
+
+
+def _launch(write: CacheWrite) -> Launch:
+    batch, num_kv_heads, num_tokens, head_dim = write.k.shape
+    head_dim_v = write.v.shape[3]
+    paged = write.block_table is not None
+    num_pages, _, page_size, _ = write.k_cache.shape
     block_t = 1 if num_tokens == 1 else MANY_TOKENS
     return Launch(
         _cache_write_kernel,
         batch * num_kv_heads * -(-num_tokens // block_t),
-        k_cache_strides=k_cache.stride(),
-        v_cache_strides=v_cache.stride(),
-        k_strides=k.stride(),
-        v_strides=v.stride(),
-        positions_strides=positions.expand(batch, num_tokens).stride() if positions.dim() else None,
-        table_strides=strides(block_table),
-        k_scale_strides=strides(k_scale),
-        v_scale_strides=strides(v_scale),
+        write,
+        CacheWrite._fields,
+        (),
+        k_cache_strides=write.k_cache.stride(),
+        v_cache_strides=write.v_cache.stride(),
+        k_strides=write.k.stride(),
+        v_strides=write.v.stride(),
+        positions_strides=write.positions.expand(batch, num_tokens).stride() if write.positions.dim() else None,
+        table_strides=strides(write.block_table),
+        k_scale_strides=strides(write.k_scale),
+        v_scale_strides=strides(write.v_scale),
         num_kv_heads=num_kv_heads,
         num_tokens=num_tokens,
-        capacity=k_cache.shape[2] * (1 if block_table is None else block_table.shape[1]),
-        num_pages=k_cache.shape[0] if paged else None,
-        page_size=k_cache.shape[2] if paged else None,
-        K_LIMIT=LIMITS.get(k_cache.dtype),
-        V_LIMIT=LIMITS.get(v_cache.dtype),
+        capacity=page_size * (1 if write.block_table is None else write.block_table.shape[1]),
+        num_pages=num_pages if paged else None,
+        page_size=page_size if paged else None,
+        K_LIMIT=LIMITS.get(write.k_cache.dtype),
+        V_LIMIT=LIMITS.get(write.v_cache.dtype),
         HEAD_DIM=head_dim,
-        HEAD_DIM_V=v.shape[3],
+        HEAD_DIM_V=head_dim_v,
         BLOCK_T=block_t,
         BLOCK_D=_power_of_two(head_dim),
-        BLOCK_DV=_power_of_two(v.shape[3]),
+        BLOCK_DV=_power_of_two(head_dim_v),
         num_warps=1 if block_t == 1 else 4,
     )
 

@@ -2,70 +2,115 @@
 
 ``kernel[grid](...)`` works out from all its arguments, at every launch, what the kernel is specialised on: dtypes,
 which arguments are None, which pointers and numbers are multiples of 16 or equal 1. On small tensors that takes longer
-than the kernel. A :class:`Launch` fixes everything but the tensors; what is then left to look at is little.
+than the kernel. A :class:`Launch` belongs to one plan (:func:`support.planned`), so to calls that differ in nothing
+but where their tensors lie; what is then left to look at is the addresses.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+_VERSION = ".".join(triton.__version__.split(".")[:2])
+
+KNOWN = ("3.6", "3.7", "3.8")
+"""Versions of Triton that call a compiled kernel as :class:`Launch` does; under others all launches go through it."""
+
+_STREAM = 3  # place of the stream among the arguments of a launcher
+
 
 class Launch:
-    """A kernel with its grid and all arguments but the leading ones, which are tensors (or None, or integers).
+    """A kernel with its grid and all arguments but the addresses of its tensors.
 
-    Leading arguments of new dtypes, alignments or numbers, or on a new device, go through Triton, which compiles or
+    Addresses that are multiples of 16 where none was before, or the reverse, go through Triton, which compiles or
     finds the kernel for them; that kernel is remembered, and later ones are handed to it as Triton itself would.
     In Triton's interpreter, and while a profiler listens to its launches, all go through Triton.
 
     Args:
         kernel: a ``triton.jit`` function.
         programs: size of the grid's axis 0, the only one.
-        values: the arguments after the leading ones by name, and num_warps, num_stages. Every launch uses them, so a
-            Launch belongs to one set of strides and sizes; :func:`support.planned` keeps one for each.
+        call: the call of the plan, a NamedTuple; none of its tensors is kept.
+        takes: its fields that the kernel takes. Those that hold None or a number do so in every later call.
+        makes: the kernel's other tensors, each of one dtype: outputs, which whoever launches allocates.
+        values: all other arguments by name, and num_warps, num_stages.
     """
 
-    def __init__(self, kernel: Any, programs: int, **values: Any) -> None:
+    def __init__(
+        self, kernel: Any, programs: int, call: Any, takes: Sequence[str], makes: Sequence[str], **values: Any
+    ) -> None:
+        fields = call._asdict()
+        tensors = [name for name in takes if isinstance(fields[name], Tensor)]
         self._kernel = kernel
         self._programs = programs
-        self._values = values
-        self._remembered: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self._places = [call._fields.index(name) for name in tensors]
+        self._names = (*tensors, *makes)
+        self._values = {name: fields[name] for name in takes if name not in tensors} | values
+        self._remembered: dict[tuple[bool, ...], _Ready] = {}
 
-    def __call__(self, *leading: Tensor | int | None) -> None:
-        """Launch on the current stream of the device of ``leading[0]``, a tensor."""
-        device = leading[0].get_device()  # type: ignore[union-attr]
+    def __call__(self, call: tuple[Any, ...], *made: Tensor) -> None:
+        """Launch on the current stream of the tensors' device.
+
+        Args:
+            call: one that the plan serves.
+            made: the tensors called ``makes``.
+        """
+        tensors = [*[call[place] for place in self._places], *made]
+        device = tensors[0].get_device()
         if device < 0 or device == torch.cuda.current_device():
-            self._launch(device, leading)
+            self._launch(device, tensors)
         else:
             with torch.cuda.device(device):
-                self._launch(device, leading)
+                self._launch(device, tensors)
 
-    def _launch(self, device: int, leading: tuple[Tensor | int | None, ...]) -> None:
-        key: list[Any] = [device]
-        addresses: list[int | None] = []
-        for x in leading:
-            if x is not None and isinstance(x, Tensor):  # isinstance alone is slow to say no
-                addresses.append(address := x.data_ptr())
-                key += (x.dtype, address % 16 == 0)
-            else:
-                addresses.append(x)
-                key.append(x)
-        remembered = self._remembered.get(tuple(key))
-        hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        if remembered is None or hooks[0].calls or hooks[1].calls:
-            self._through_triton(tuple(key), leading)
+    def _launch(self, device: int, tensors: list[Tensor]) -> None:
+        addresses = [x.data_ptr() for x in tensors]
+        aligned = tuple([address % 16 == 0 for address in addresses])
+        ready = self._remembered.get(aligned)
+        runtime = knobs.runtime
+        if ready is None or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+            self._through_triton(aligned, tensors)
         else:
-            run, stream_of, handles, values = remembered
-            run(self._programs, 1, 1, stream_of(device), *handles, None, None, None, *addresses, *values)
+            launcher, arguments, places, stream_of = ready
+            arguments = arguments.copy()
+            arguments[_STREAM] = stream_of(device)
+            for place, address in zip(places, addresses):  # noqa: B905  (strict costs; the key has their number)
+                arguments[place] = address
+            launcher(*arguments)
 
-    def _through_triton(self, key: tuple[Any, ...], leading: tuple[Tensor | int | None, ...]) -> None:
-        compiled = self._kernel[(self._programs,)](*leading, **self._values)
-        if isinstance(self._kernel, JITFunction) and driver.active.get_current_target().backend == "cuda":
-            handles = compiled.function, compiled.packed_metadata
-            values = [self._values[name] for name in self._kernel.arg_names[len(leading) :]]
-            self._remembered[key] = (compiled.run, driver.active.get_current_stream, handles, values)
+    def _through_triton(self, aligned: tuple[bool, ...], tensors: list[Tensor]) -> None:
+        arguments = dict(zip(self._names, tensors, strict=True))
+        compiled = self._kernel[(self._programs,)](**arguments, **self._values)
+        known = isinstance(self._kernel, JITFunction) and _VERSION in KNOWN
+        if known and driver.active.get_current_target().backend == "cuda":
+            self._remembered[aligned] = self._ready(compiled)
+
+    def _ready(self, compiled: Any) -> _Ready:
+        launcher, constants = _launcher(compiled.run)
+        handles = compiled.packed_metadata, None, None, None  # no metadata for hooks, and no hooks
+        before = [self._programs, 1, 1, None, compiled.function, *constants, *handles]
+        names = self._kernel.arg_names
+        places = [len(before) + names.index(name) for name in self._names]
+        arguments = [*before, *[self._values.get(name) for name in names]]
+        return launcher, arguments, places, driver.active.get_current_stream
+
+
+_Ready = tuple[Any, list[Any], list[int], Any]
+"""A launcher, its arguments without stream and addresses, the places of the addresses, what knows the stream."""
+
+
+def _launcher(run: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What launches a compiled kernel, and what it takes between the kernel's handle and its metadata.
+
+    Triton 3.6's is written in C inside of one in Python, which allocates scratch memory for kernels that need any.
+    """
+    scratch = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
+    if _VERSION == "3.6" and scratch == [0, 0]:
+        return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)
+    return run, ()

@@ -14,6 +14,10 @@ from attnpatch.kernels.decode.configs import DecodeConfig, Plan, choose_config, 
 from attnpatch.kernels.decode.kernel import _merge_kernel, _split_kernel
 from attnpatch.kernels.decode.unpack import is_per_head, unpacking
 
+_TERMS = ("cu_seqlens_q", "cu_seqlens_k", "sinks", "q_offset", "lse")
+_INPUTS = ("q", "k", "v", "k_scale", "v_scale", "block_table", "attn_mask", "key_padding", "key_bounds", "alibi_slopes")
+"""Fields of the call that the split kernel takes; those in _TERMS go to the merge, too."""
+
 
 class Launches(NamedTuple):
     """What a call launches.
@@ -47,16 +51,12 @@ def decode(call: AttentionCall, num_splits: int = 0, config: DecodeConfig | None
         return o
     in_words = (call.k.data_ptr() | call.v.data_ptr()) % 2 == 0  # a plan knows everything of K and V but their address
     launches = planned(_launches, call, num_splits, config, precision(call.q.dtype), in_words)
-    pages = (call.k_scale, call.v_scale, call.block_table, call.cu_seqlens_q, call.cu_seqlens_k)
-    masks = (call.attn_mask, call.key_padding, call.key_bounds)
-    inputs = (call.q, call.k, call.v, *pages, *masks)
     if launches.merge is None:
-        launches.split(*inputs, call.sinks, call.alibi_slopes, call.q_offset, o, call.lse)
+        launches.split(call, o)
     else:
         partial = call.q.new_empty(launches.partial, dtype=torch.float32)
-        launches.split(*inputs, None, call.alibi_slopes, call.q_offset, partial, None)
-        lengths = (call.cu_seqlens_q, call.cu_seqlens_k, call.sinks, call.q_offset)
-        launches.merge(partial, *lengths, o, call.lse)
+        launches.split(call, partial)
+        launches.merge(call, partial, o)
     return o
 
 
@@ -99,9 +99,13 @@ def _split(
     if plan.merges:
         _, heads, rows, width = (*call.q.shape[:3], call.head_dim_v)
         output = (heads * rows * width, rows * width, width, 1)
+        call = call._replace(sinks=None, lse=None)  # the merge's
     return Launch(
         _split_kernel,
         plan.programs,
+        call,
+        (*_INPUTS, *_TERMS),
+        ("o",),
         sm_scale=call.sm_scale,
         softcap=call.softcap,
         q_strides=call.q.stride(),
@@ -140,6 +144,9 @@ def _merge(call: AttentionCall, plan: Plan, rows: int, shared: dict[str, Any]) -
     return Launch(
         _merge_kernel,
         rows,
+        call,
+        _TERMS,
+        ("partial", "o"),
         sinks_strides=per_head_strides(call.sinks),
         o_strides=_output_strides(call),
         num_heads=call.num_heads,

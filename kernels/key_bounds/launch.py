@@ -13,6 +13,12 @@ from attnpatch.kernels.key_bounds.kernel import _key_bounds_kernel
 from attnpatch.masking import without_repeats
 
 
+class Scan(NamedTuple):
+    """What the kernel reads: a mask without the rows that repeat."""
+
+    mask: Tensor
+
+
 class ScanConfig(NamedTuple):
     """Launch configuration: rows and keys per tile, warps, pipeline stages."""
 
@@ -41,20 +47,23 @@ def key_bounds(mask: Tensor, config: ScanConfig | None = None) -> Tensor:
     Returns:
         int32 ``[b, h, q, 3]``.
     """
-    rows = without_repeats(mask)
-    bounds = torch.empty((*rows.shape[:3], 3), dtype=torch.int32, device=mask.device)
+    scan = Scan(without_repeats(mask))
+    bounds = torch.empty((*scan.mask.shape[:3], 3), dtype=torch.int32, device=mask.device)
     if bounds.numel() > 0:
-        planned(_launch, (rows,), config)(rows, bounds)
+        planned(_launch, scan, config)(scan, bounds)
     return bounds.expand(*mask.shape[:3], 3).contiguous()
 
 
-def _launch(call: tuple[Tensor], config: ScanConfig | None) -> Launch:
-    (rows,) = call
+def _launch(scan: Scan, config: ScanConfig | None) -> Launch:
+    rows = scan.mask
     num_rows = rows.shape[0] * rows.shape[1] * rows.shape[2]
     config = config or (FEW_ROWS if num_rows < FEW else MANY_ROWS)
     return Launch(
         _key_bounds_kernel,
         -(-num_rows // config.BLOCK_R),
+        scan,
+        ("mask",),
+        ("bounds",),
         strides=rows.stride(),
         num_heads=rows.shape[1],
         seqlen_q=rows.shape[2],

@@ -9,6 +9,7 @@ import random
 import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,13 +19,44 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from attnpatch.kernels.common import support
+from attnpatch.kernels.common import launcher, support
 from attnpatch.kernels.common.launcher import Launch
 from attnpatch.kernels.common.support import planned
 
 
 def _kernel(x, offset, y, out, strides, length, scale, window, BLOCK: tl.constexpr):
     pass
+
+
+class Call(NamedTuple):
+    """What the kernel takes, in another order, beside something it does not."""
+
+    spare: Any = None
+    y: Any = None
+    offset: Any = None
+    x: Any = None
+
+
+class Launcher:
+    """Triton 3.6's: the part in Python, around the one in C."""
+
+    global_scratch_size = profile_scratch_size = 0
+    launch_cooperative_grid, launch_pdl = "cooperative", "pdl"
+
+    def __init__(self, compiled):
+        self.compiled = compiled
+
+    def __call__(self, x, y, z, stream, function, *args):
+        scratch = [size or None for size in (self.global_scratch_size, self.profile_scratch_size)]
+        constants = self.launch_cooperative_grid, self.launch_pdl
+        self.launch(x, y, z, stream, function, *constants, *scratch, *args)
+
+    def launch(self, x, y, z, stream, function, cooperative, pdl, scratch, profile_scratch, packed, *args):
+        assert (function, packed) == (self.compiled.function, self.compiled.packed_metadata)
+        assert (cooperative, pdl) == ("cooperative", "pdl")
+        assert (scratch, profile_scratch) == (self.global_scratch_size or None, self.profile_scratch_size or None)
+        addresses = (a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args[3:])
+        self.compiled.launches.append(((x, y, z), stream, *addresses))
 
 
 class Compiled:
@@ -34,18 +66,14 @@ class Compiled:
         self.specialisation = specialisation
         self.function, self.packed_metadata = object(), object()
         self.launches = []
+        self.run = Launcher(self)
 
     def launch_metadata(self, grid, stream, *args):
         return "metadata"
 
-    def run(self, x, y, z, stream, function, packed_metadata, launch_metadata, enter_hook, exit_hook, *args):
-        assert (function, packed_metadata) == (self.function, self.packed_metadata)
-        addresses = (a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args)
-        self.launches.append(((x, y, z), stream, *addresses))
 
-
-@pytest.fixture
-def triton_calls(monkeypatch):
+@pytest.fixture(params=["3.6", "3.8"])
+def triton_calls(monkeypatch, request):
     """Makes ``_kernel`` launchable; the list of specialisations that Triton itself worked out, in order."""
     calls = []
 
@@ -67,6 +95,7 @@ def triton_calls(monkeypatch):
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(driver, "_active", device)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launcher, "_VERSION", request.param)
     return calls
 
 
@@ -76,6 +105,17 @@ def kernel():
 
 
 VALUES = {"strides": (64, 1), "length": 7, "scale": 0.5, "window": None, "BLOCK": 64, "num_warps": 4}
+
+
+def launch_of(call, kernel, *values):
+    """The launch of a plan."""
+    return Launch(kernel, 5, call, ("x", "offset", "y"), ("out",), **dict(values))
+
+
+def launch(kernel, x, offset, y, out, **values):
+    """As launchers of kernels do it."""
+    call = Call(None, y, offset, x)
+    planned(launch_of, call, kernel, *{**VALUES, **values}.items())(call, out)
 
 
 def tensor(dtype=torch.float32, shift=0, n=8):
@@ -98,22 +138,20 @@ def specialisation_of(kernel):
 
 
 def test_first_launch_is_tritons_the_next_is_not(kernel, triton_calls):
-    launch = Launch(kernel, 12, **VALUES)
     x, y, out = tensor(), tensor(torch.int8), tensor(torch.float16)
-    launch(x, 3, y, out)
+    launch(kernel, x, 3, y, out)
     first = specialisation_of(kernel)
-    launch(x, 3, y, out)
+    launch(kernel, x, 3, y, out)
     assert specialisation_of(kernel) == first
     assert len(triton_calls) == 1
     addresses = (x.data_ptr(), 3, y.data_ptr(), out.data_ptr())
-    assert first[1] == ((12, 1, 1), ("stream", 0), *addresses, (64, 1), 7, 0.5, None, 64)
+    assert first[1] == ((5, 1, 1), ("stream", 0), *addresses, (64, 1), 7, 0.5, None, 64)
 
 
 def test_other_tensors_of_the_same_kind_are_what_is_launched(kernel, triton_calls):
-    launch = Launch(kernel, 12, **VALUES)
     pairs = [(tensor(), tensor()) for _ in range(3)]
     for x, out in pairs:
-        launch(x, None, None, out)
+        launch(kernel, x, None, None, out)
     found = [(launched[2], launched[5]) for launched in launches_of(kernel)]
     assert found == [(x.data_ptr(), out.data_ptr()) for x, out in pairs]
     assert len(triton_calls) == 1
@@ -122,7 +160,7 @@ def test_other_tensors_of_the_same_kind_are_what_is_launched(kernel, triton_call
 OFFSETS = [None, 0, 1, 2, 16, 2**31 - 1, 2**31, -(2**31) - 1, 2**63 - 1, torch.int64, torch.int32]
 
 
-def random_leading(draw):
+def random_arguments(draw):
     def any_tensor(dtypes):
         return tensor(draw.choice(dtypes), draw.choice([0, 0, 1, 2, 4, 8, 16]))
 
@@ -132,23 +170,22 @@ def random_leading(draw):
         any_tensor(floats),
         any_tensor([offset]) if isinstance(offset, torch.dtype) else offset,
         draw.choice([None, any_tensor([torch.bool, torch.float32, torch.int32])]),
-        any_tensor(floats),
+        any_tensor([torch.float16]),
     )
 
 
 @pytest.mark.parametrize("strides", [(64, 1), (64, 2), (63, 1), (0, 1)], ids=str)
 @pytest.mark.parametrize("window", [None, 1, 16, 17], ids=str)
 def test_always_the_kernel_that_triton_would_pick(strides, window, kernel, triton_calls):
-    """Hundreds of argument sets, in any order: whatever Launch remembers is what Triton works out for this very set."""
+    """Hundreds of argument sets, in any order: whatever is remembered is what Triton works out for this very set."""
     draw = random.Random(0)
-    values = {**VALUES, "strides": strides, "window": window}
+    values = {"strides": strides, "window": window}
     ours, theirs = JITFunction(_kernel, do_not_specialize=["offset", "length"]), kernel
-    launch = Launch(ours, 5, **values)
     kinds = set()
     for _ in range(400):
-        leading = random_leading(draw)
-        launch(*leading)
-        theirs[(5,)](*leading, **values)
+        arguments = random_arguments(draw)
+        launch(ours, *arguments, **values)
+        theirs[(5,)](*arguments, **{**VALUES, **values})
         found, expected = specialisation_of(ours), specialisation_of(theirs)
         assert found == expected
         kinds.add(found[0])
@@ -169,16 +206,25 @@ DIFFERENT = {
 
 @pytest.mark.parametrize(("first", "second"), DIFFERENT.values(), ids=DIFFERENT)
 def test_kernels_that_must_differ(first, second, kernel, triton_calls):
-    launch = Launch(kernel, 5, **VALUES)
     found = []
-    for leading in (first, second, first, second):
-        launch(*leading)
+    for arguments in (first, second, first, second):
+        launch(kernel, *arguments)
         found.append(specialisation_of(kernel)[0])
     assert found[0] == found[2] != found[1] == found[3]
     assert len(triton_calls) == 2
 
 
+def test_misaligned_in_another_place(kernel, triton_calls):
+    """As many aligned addresses are not the same ones."""
+    for shifts in ((1, 0), (0, 1)) * 2:
+        launch(kernel, tensor(shift=shifts[0]), 0, None, tensor(shift=shifts[1]))
+    kinds = [compiled for cache in kernel.device_caches.values() for compiled in cache[0].values()]
+    assert [len(kind.launches) for kind in kinds] == [2, 2]
+
+
 class OnSecondDevice(torch.Tensor):
+    device = torch.device("cuda", 1)
+
     def get_device(self):
         return 1
 
@@ -196,10 +242,9 @@ def test_another_device(kernel, triton_calls, monkeypatch):
             yield
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    launch = Launch(kernel, 5, **VALUES)
     x = tensor()
     for y in (x, x.as_subclass(OnSecondDevice)) * 2:
-        launch(y, 0, None, x)
+        launch(kernel, y, 0, None, x)
     assert entered == [1, 1]
     assert [launched[1] for launched in launches_of(kernel)] == [("stream", 0)] * 2 + [("stream", 1)] * 2
     assert len(triton_calls) == 2
@@ -209,30 +254,41 @@ def test_another_device(kernel, triton_calls, monkeypatch):
     "chain", [knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook], ids=["enter", "exit"]
 )
 def test_a_profiler_sees_every_launch(chain, kernel, triton_calls):
-    launch = Launch(kernel, 5, **VALUES)
-    leading = (tensor(), 0, None, tensor())
-    launch(*leading)
+    arguments = (tensor(), 0, None, tensor())
+    launch(kernel, *arguments)
     chain.add(print)
     try:
-        launch(*leading)
-        launch(*leading)
+        launch(kernel, *arguments)
+        launch(kernel, *arguments)
     finally:
         chain.remove(print)
-    launch(*leading)
+    launch(kernel, *arguments)
     assert len(triton_calls) == 3
     assert len(launches_of(kernel)) == 4
 
 
+@pytest.mark.parametrize("kind", ["global", "profile"])
+def test_scratch_is_allocated_at_every_launch(kind, kernel, triton_calls, monkeypatch):
+    monkeypatch.setattr(Launcher, f"{kind}_scratch_size", 64)
+    for _ in range(2):
+        launch(kernel, tensor(), 0, None, tensor())  # Launcher.launch looks at what it gets
+    assert len(launches_of(kernel)) == 2
+    assert len(triton_calls) == 1
+
+
 def test_other_targets_are_left_to_triton(kernel, triton_calls, monkeypatch):
-    """What a kernel for AMD is specialised on is more than the key holds: sizes, too."""
-    launch = Launch(kernel, 5, **VALUES)
-    leading = (tensor(), 0, None, tensor())
-    launch(*leading)
-    monkeypatch.setattr(launch, "_remembered", {})
+    """What a kernel for AMD is specialised on is more than addresses tell: sizes, too."""
     monkeypatch.setattr(driver._active, "get_current_target", lambda: GPUTarget("hip", "gfx942", 64))
     for _ in range(3):
-        launch(*leading)
-    assert len(triton_calls) == 4
+        launch(kernel, tensor(), 0, None, tensor())
+    assert len(triton_calls) == 3
+
+
+def test_unknown_versions_of_triton_get_every_launch(kernel, triton_calls, monkeypatch):
+    monkeypatch.setattr(launcher, "_VERSION", "4.0")
+    for _ in range(3):
+        launch(kernel, tensor(), 0, None, tensor())
+    assert len(triton_calls) == 3
 
 
 def test_interpreter_and_stand_ins_get_every_launch():
@@ -243,18 +299,36 @@ def test_interpreter_and_stand_ins_get_every_launch():
         def __getitem__(self, grid):
             return lambda *args, **kwargs: calls.append((grid, args, kwargs))
 
-    launch = Launch(StandIn(), 5, **VALUES)
-    x = tensor()
+    x, kernel = tensor(), StandIn()
     for _ in range(2):
-        launch(x, 0, None, x)
-    assert calls == [((5,), (x, 0, None, x), VALUES)] * 2
+        launch(kernel, x, 0, None, x)
+    assert calls == [((5,), (), {"x": x, "offset": 0, "y": None, "out": x, **VALUES})] * 2
 
 
-def test_wrong_arguments_are_tritons_to_refuse(kernel, triton_calls):
-    launch = Launch(kernel, 5, **VALUES)
+@pytest.mark.parametrize("made", [(), (tensor(), tensor())], ids=["too few", "too many"])
+def test_wrong_number_of_made_tensors(made, kernel, triton_calls):
+    call = Call(x=tensor(), offset=0)
+    wrong = launch_of(call, kernel, *VALUES.items())
+    wrong(call, tensor())
+    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is (shorter|longer) than argument 1"):
+        wrong(call, *made)
+
+
+def test_missing_arguments_are_tritons_to_refuse(kernel, triton_calls):
+    call = Call(x=tensor())
+    incomplete = Launch(kernel, 5, call, ("x", "offset", "y"), (), **VALUES)
     for _ in range(2):
         with pytest.raises(TypeError, match="missing 1 required positional argument: 'out'"):
-            launch(tensor(), 0, None)
+            incomplete(call)
+
+
+def test_launches_keep_no_tensor(kernel, triton_calls):
+    x, out = tensor(), tensor()
+    references = [weakref.ref(x), weakref.ref(out)]
+    launch(kernel, x, 0, None, out)
+    del x, out
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
 
 
 class Made:
