@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from attnpatch.attention_call import QUANTISED, AttentionCall
+from attnpatch.kernels.common.support import KnownCall
 
 _QUANTISED_NAMES = " or ".join(str(dtype).removeprefix("torch.") for dtype in QUANTISED)
 
@@ -58,6 +61,35 @@ def make_call(
     terms = (softcap, key_bounds, sinks, alibi_slopes, None)
     storage = (block_table, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k)
     return AttentionCall(q, k, v, sm_scale, *masks, *terms, *storage, batch_invariant)
+
+
+def views(args: tuple[Any, ...]) -> tuple[tuple[int, torch.Size], ...]:
+    """Check ``args``, those of :func:`make_call`: places and shapes of those that the call holds as views.
+
+    Raises:
+        ValueError: see :func:`attnpatch.ops.attention`.
+    """
+    call = make_call(*args)
+    held = {4: call.attn_mask, 6: call.q_offset, 11: call.key_bounds, 15: call.k_scale, 16: call.v_scale}
+    tensors = [(place, x.shape) for place, x in held.items() if isinstance(x, Tensor)]
+    return tuple((place, shape) for place, shape in tensors if shape != args[place].shape)
+
+
+def known_call(args: tuple[Any, ...], views: tuple[tuple[int, torch.Size], ...], kind: object) -> KnownCall:
+    """:func:`make_call` of ``args`` whose kind has passed it, which gave :func:`views`."""
+    fields = [*args, *_DEFAULTS[len(args) :]]
+    if fields[6] is None:
+        fields[6] = fields[7]
+    elif fields[7]:
+        fields[6] = fields[6] + fields[7]
+    for place, shape in views:
+        fields[place] = fields[place].expand(shape)
+    call = KnownCall._make([*fields[:7], *fields[8:14], None, *fields[14:]])
+    call.kind = kind
+    return call
+
+
+_DEFAULTS = (None,) * 4 + (make_call.__defaults__ or ())
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:

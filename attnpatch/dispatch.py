@@ -1,7 +1,8 @@
 """Choose, at run time, the kernel that runs an attention call, and record the choice.
 
 The choice depends only on what the host sees (device, dtype, head dims, lengths, which terms are present), so it
-never waits for the device. Backends are asked in order; each either refuses with a sentence or runs the call.
+never waits for the device, and is made once for calls that are alike in all that. Backends are asked in order; each
+either refuses with a sentence or runs the call.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from attnpatch.attention_call import AttentionCall
 from attnpatch.errors import NoBackend
+from attnpatch.kernels.common.support import planned
 
 BACKEND_MODULES = {
     "cpu.sdpa": "attnpatch.kernels.sdpa.backend",
@@ -37,7 +39,7 @@ class Backend(NamedTuple):
     Args:
         name: dotted name, as reports and ``backends=`` spell it.
         devices: device types it runs on. A call on another device passes it over without a word.
-        refuses: a sentence that says why it cannot run the call, or None when it can.
+        refuses: a sentence that says why it cannot run the call, or None when it can. Looks at no address and no value.
         run: runs the call and returns the output in the layout of ``AttentionCall.empty_output``.
     """
 
@@ -145,11 +147,15 @@ def recording() -> Iterator[Recording]:
 
 def run(call: AttentionCall, names: Sequence[str] = ()) -> Tensor:
     """Run ``call`` on the first of ``names`` that takes it, and record which."""
-    backend, dispatch = choose(call, names)
+    backend, dispatch, traffic = planned(_choice, call, tuple(names))
     if _current.recording is not None:
         _current.recording.dispatches.append(dispatch)
-        _current.recording.traffic.append(traffic_of(call))
+        _current.recording.traffic.append(traffic)
     return backend.run(call)
+
+
+def _choice(call: AttentionCall, names: tuple[str, ...]) -> tuple[Backend, Dispatch, Traffic]:
+    return *choose(call, names), traffic_of(call)
 
 
 def traffic_of(call: AttentionCall) -> Traffic:

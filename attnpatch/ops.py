@@ -12,15 +12,19 @@ All others are functional (they write nothing they did not allocate), with one o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
+from torch._library.autograd import Info, make_autograd_impl
 
 from attnpatch import dispatch, masking, writing
 from attnpatch.attention_call import AttentionCall, new_output
-from attnpatch.checking import check_mask_dtype, make_call
+from attnpatch.checking import check_mask_dtype, known_call, make_call, views
+from attnpatch.kernels.common.support import kind_of, plan_of
 from attnpatch.writing import cache_write as cache_write
 
 _TERMS = (
@@ -154,7 +158,10 @@ def _attention_lse(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _call(args: tuple[Any, ...]) -> AttentionCall:
-    return make_call(*args[:_NUM_ARGUMENTS])
+    """Checked once per kind of arguments."""
+    args = args[:_NUM_ARGUMENTS]
+    kind = kind_of(args)
+    return known_call(args, plan_of(kind, views, args), kind)
 
 
 def _names(args: tuple[Any, ...]) -> tuple[str, ...]:
@@ -172,12 +179,12 @@ def _new_lse(call: AttentionCall) -> Tensor:
 
 
 def _attention_fake(*args: Any) -> Tensor:
-    call = _call(args)
+    call = make_call(*args[:_NUM_ARGUMENTS])
     return new_output(call.q, call.v)
 
 
 def _attention_lse_fake(*args: Any) -> tuple[Tensor, Tensor]:
-    call = _call(args)
+    call = make_call(*args[:_NUM_ARGUMENTS])
     return new_output(call.q, call.v), _new_lse(call)
 
 
@@ -223,6 +230,30 @@ def _backward(ctx: Any, grad_o: Tensor, grad_lse: Tensor | None = None) -> tuple
     return tuple(grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad, strict=False))
 
 
+def _register_autograd(name: str, run: Callable[..., Any]) -> None:
+    """:func:`torch.library.register_autograd`, whose two ways through the dispatcher a call without gradient is spared.
+
+    Such a call goes straight to ``run`` where the dispatcher would go there next: on plain tensors, while no mode, no
+    transform and no trace looks on.
+    """
+    formula = make_autograd_impl(getattr(torch.ops.attnpatch, name).default, Info(_backward, _save_inputs))
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        if keyset.raw_repr() in _PLAIN and not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            with torch._C._AutoDispatchBelowAutograd():
+                return run(*args)
+        return formula(keyset, *args)
+
+    _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+_PLAIN = frozenset(
+    (DispatchKeySet(backend) | DispatchKeySet(autograd)).raw_repr()
+    for backend, autograd in ((DispatchKey.CPU, DispatchKey.AutogradCPU), (DispatchKey.CUDA, DispatchKey.AutogradCUDA))
+)
+"""Dispatch keys of plain tensors where nothing else wants to see the call."""
+
+
 def _key_bounds(mask: Tensor) -> Tensor:
     from attnpatch.kernels.common.support import has_triton
 
@@ -256,5 +287,5 @@ for _name, (_run, _fake) in _OPERATORS.items():
     for _device in ("CPU", "CUDA"):
         _LIBRARY.impl(_name, _run, _device)
     torch.library.register_fake(f"attnpatch::{_name}", _fake, lib=_LIBRARY)
-for _name in ("attention", "attention_lse"):
-    torch.library.register_autograd(f"attnpatch::{_name}", _backward, setup_context=_save_inputs, lib=_LIBRARY)
+for _name, _run in (("attention", _attention), ("attention_lse", _attention_lse)):
+    _register_autograd(_name, _run)

@@ -16,11 +16,13 @@ from attnpatch.attention_call import AttentionCall
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 
-MAX_PLANS = 1024
-"""Plans kept at a time: one per length that a growing cache has had, and kind of layer."""
+MAX_PLANS = 4096
+"""Plans kept at a time: three per length that a growing cache has had, and kind of layer."""
 
 Plan = TypeVar("Plan")
 _plans: dict[Any, Any] = {}
+_kinds: dict[Any, object] = {}
+_PLAIN = frozenset({bool, int, float, str, type(None)})  # by type: isinstance is slow to say that x is no Tensor
 
 
 def devices() -> tuple[str, ...]:
@@ -102,15 +104,38 @@ def planned(make: Callable[..., Plan], call: tuple[Any, ...], *options: Any) -> 
         call: tensors, numbers and None.
         options: what else ``make`` depends on, hashable.
     """
-    kinds = [x if x is None or not isinstance(x, Tensor) else _kind(x) for x in call]
-    key = (make, options, *kinds)
+    return plan_of(kind_of(call), make, call, *options)
+
+
+def plan_of(kind: object, make: Callable[..., Plan], call: tuple[Any, ...], *options: Any) -> Plan:
+    """:func:`planned`, of a call whose kind is known."""
+    key = (kind, make, options)
     plan = _plans.get(key)
     if plan is None:
-        if len(_plans) >= MAX_PLANS:
-            _plans.clear()
-        plan = _plans[key] = make(call, *options)
+        plan = make(call, *options)
+        _keep(_plans, key, plan)
     return plan
 
 
-def _kind(x: Tensor) -> tuple[Any, ...]:
-    return x.shape, x.stride(), x.dtype, x.device
+def kind_of(call: tuple[Any, ...]) -> object:
+    """What calls have in common that differ in nothing but where their tensors lie: one object for all of them."""
+    kind = getattr(call, "kind", None)
+    if kind is None:
+        key = (type(call), *[x if type(x) in _PLAIN else (x.shape, x.stride(), x.dtype, x.device) for x in call])
+        kind = _kinds.get(key)
+        if kind is None:
+            kind = object()
+            _keep(_kinds, key, kind)
+    return kind
+
+
+def _keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(kept) >= MAX_PLANS:
+        kept.clear()
+    kept[key] = value
+
+
+class KnownCall(AttentionCall):
+    """A call that brings its kind, which the operator knows from its arguments; ``_replace`` gives one without."""
+
+    kind: object | None = None
