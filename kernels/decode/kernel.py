@@ -238,15 +238,21 @@ def _split_kernel(
                 if run == 0 and SCATTERED:  # an unwritten slot may hold NaN, and 0 * NaN is NaN
                     inside = tl.max(s, axis=0) != float("-inf")
                     v_tile = tl.where(inside[:, None], v_tile, tl.zeros_like(v_tile))
+                largest = 1.0
                 if v_scale is not None and not V_SCALE_PER_HEAD:
                     scales = load_scales(v_scale, v_scale_strides, pages, b_k, h_kv, first_key, keys, inside, PAGE_SIZE)
+                    if q_tile.dtype == tl.float16:  # a product with p may be too small for it: 4 / 57344 is
+                        largest = tl.max(scales)
+                        largest = tl.where(largest > 0.0, largest, 1.0)
+                        scales /= largest
+                        alpha /= largest
                     p *= scales[None, :]
                 if V_UNPACK is None:
-                    acc = accumulate(acc, alpha, p, v_tile.to(q_tile.dtype), PRECISION)
+                    acc = accumulate(acc, alpha, p, v_tile.to(q_tile.dtype), PRECISION) * largest
                 else:
                     v_even, v_odd = unpack_words(v_tile, V_UNPACK, q_tile.dtype)
-                    acc = accumulate(acc, alpha, p, v_even, PRECISION)
-                    acc_odd = accumulate(acc_odd, alpha, p, v_odd, PRECISION)
+                    acc = accumulate(acc, alpha, p, v_even, PRECISION) * largest
+                    acc_odd = accumulate(acc_odd, alpha, p, v_odd, PRECISION) * largest
                 if block_table is not None:  # ids come a tile early: a tile's loads then wait for no other load
                     keys += BLOCK_N
                     pages = key_pages(block_table, table_strides, b, keys, keys < stops[run], num_pages, PAGE_SIZE)
