@@ -11,7 +11,7 @@ from attnpatch.testing.inputs import random_call
 from tests.kernels.calls import bias, bool_mask, check, poison
 
 BACKEND = load_backend("triton.decode")
-SPLITS = [1, 2, 3, 17]
+SPLITS = [1, 3, 17]
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|divide by zero):RuntimeWarning")  # numpy's, not a kernel's
 
@@ -34,7 +34,7 @@ def test_groups(heads, num_splits):
 
 
 @pytest.mark.parametrize("num_splits", SPLITS)
-@pytest.mark.parametrize("seqlen_k", [1, 63, 64, 65, 111, 200])
+@pytest.mark.parametrize("seqlen_k", [1, 64, 65, 200])
 def test_lengths(seqlen_k, num_splits):
     check(random_step(seqlen_k=seqlen_k), num_splits)
 

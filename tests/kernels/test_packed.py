@@ -147,7 +147,7 @@ def mixes(draw):
     return (paged(call, page_size) if page_size else call), draw(st.integers(0, 5))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(case=mixes())
 def test_any_mix(case):
     check(*case)

@@ -21,8 +21,7 @@ def dense(**case):
     return random_call(**{**sizes, **terms, **case})
 
 
-@pytest.mark.parametrize("num_splits", [0, 1, 3])
-@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize(("rows", "num_splits"), [(1, 0), (1, 3), (7, 1)])
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64, 200])
 def test_pages(chip, page_size, rows, num_splits):
     """Of hidden blocks some have no page: -1, or an id beyond the pool."""
@@ -59,10 +58,9 @@ TERMS = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
-def test_terms(terms, rows):
-    check(paged(dense(seqlen_q=rows, **terms), 16), 2)
+def test_terms(terms):
+    check(paged(dense(seqlen_q=3, **terms), 16), 2)
 
 
 def test_what_attn_mask_hides_has_pages():
@@ -165,7 +163,7 @@ def calls(draw):
     )
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(case=calls())
 def test_any_call(case):
     check(*case)

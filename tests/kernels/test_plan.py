@@ -142,7 +142,7 @@ def batches(draw):
 def test_programs_of_different_lengths(chip, multiprocessors):
     chip(multiprocessors)
 
-    @settings(max_examples=5, deadline=None)
+    @settings(max_examples=4, deadline=None)
     @given(call=batches(), num_splits=st.integers(0, 5))
     def any_batch(call, num_splits):
         check_plan(call, num_splits)

@@ -28,9 +28,10 @@ def dtype(request):
     return request.param
 
 
-@pytest.mark.parametrize("per", ["token", "head"])
-@pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("q_dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("q_dtype", "per"), [(torch.float16, "token"), (torch.float16, "head"), (torch.float32, "token")], ids=str
+)
 def test_kinds(dtype, q_dtype, rows, per):
     check(quantised(dense(seqlen_q=rows, dtype=q_dtype), dtype, per), 2)
 
@@ -91,8 +92,7 @@ TERMS = {
 @pytest.mark.parametrize("per", ["token", "head"])
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
 def test_terms(terms, per):
-    for num_splits in (1, 3):
-        check(quantised(dense(**terms), torch.float8_e4m3fn, per), num_splits)
+    check(quantised(dense(**terms), torch.float8_e4m3fn, per), 2)
 
 
 @pytest.mark.parametrize("per", ["token", "head"])
