@@ -9,6 +9,8 @@ but where their tensors lie; what is then left to look at is the addresses.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -49,10 +51,11 @@ class Launch:
         tensors = [name for name in takes if isinstance(fields[name], Tensor)]
         self._kernel = kernel
         self._programs = programs
-        self._places = [call._fields.index(name) for name in tensors]
         self._names = (*tensors, *makes)
+        names = (*call._fields, *makes)
+        self._places = [names.index(name) for name in self._names]
         self._values = {name: fields[name] for name in takes if name not in tensors} | values
-        self._remembered: dict[tuple[bool, ...], _Ready] = {}
+        self._remembered: dict[int | tuple[bool, ...], _Ready] = {}
 
     def __call__(self, call: tuple[Any, ...], *made: Tensor) -> None:
         """Launch on the current stream of the tensors' device.
@@ -61,35 +64,35 @@ class Launch:
             call: one that the plan serves.
             made: the tensors called ``makes``.
         """
-        tensors = [*[call[place] for place in self._places], *made]
-        device = tensors[0].get_device()
+        given = (*call, *made)
+        device = given[self._places[0]].get_device()
         if device < 0 or device == torch.cuda.current_device():
-            self._launch(device, tensors)
+            self._launch(device, given)
         else:
             with torch.cuda.device(device):
-                self._launch(device, tensors)
+                self._launch(device, given)
 
-    def _launch(self, device: int, tensors: list[Tensor]) -> None:
-        addresses = [x.data_ptr() for x in tensors]
-        aligned = tuple([address % 16 == 0 for address in addresses])
-        ready = self._remembered.get(aligned)
+    def _launch(self, device: int, given: tuple[Any, ...]) -> None:
+        addresses = [given[place].data_ptr() for place in self._places]
+        misaligned = reduce(or_, addresses) % 16 and tuple([address % 16 != 0 for address in addresses])
+        ready = self._remembered.get(misaligned)
         runtime = knobs.runtime
         if ready is None or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-            self._through_triton(aligned, tensors)
+            self._through_triton(misaligned, given)
         else:
             launcher, arguments, places, stream_of = ready
-            arguments = arguments.copy()
+            arguments = arguments.copy()  # another thread may be launching, too
             arguments[_STREAM] = stream_of(device)
-            for place, address in zip(places, addresses):  # noqa: B905  (strict costs; the key has their number)
+            for place, address in zip(places, addresses):  # noqa: B905  (strict costs: they are as many)
                 arguments[place] = address
             launcher(*arguments)
 
-    def _through_triton(self, aligned: tuple[bool, ...], tensors: list[Tensor]) -> None:
-        arguments = dict(zip(self._names, tensors, strict=True))
+    def _through_triton(self, misaligned: int | tuple[bool, ...], given: tuple[Any, ...]) -> None:
+        arguments = {name: given[place] for name, place in zip(self._names, self._places, strict=True)}
         compiled = self._kernel[(self._programs,)](**arguments, **self._values)
         known = isinstance(self._kernel, JITFunction) and _VERSION in KNOWN
         if known and driver.active.get_current_target().backend == "cuda":
-            self._remembered[aligned] = self._ready(compiled)
+            self._remembered[misaligned] = self._ready(compiled)
 
     def _ready(self, compiled: Any) -> _Ready:
         launcher, constants = _launcher(compiled.run)

@@ -19,9 +19,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from attnpatch.attention_call import AttentionCall
 from attnpatch.kernels.common import launcher, support
 from attnpatch.kernels.common.launcher import Launch
-from attnpatch.kernels.common.support import planned
+from attnpatch.kernels.common.support import KnownCall, kind_of, planned
 
 
 def _kernel(x, offset, y, out, strides, length, scale, window, BLOCK: tl.constexpr):
@@ -305,13 +306,12 @@ def test_interpreter_and_stand_ins_get_every_launch():
     assert calls == [((5,), (), {"x": x, "offset": 0, "y": None, "out": x, **VALUES})] * 2
 
 
-@pytest.mark.parametrize("made", [(), (tensor(), tensor())], ids=["too few", "too many"])
-def test_wrong_number_of_made_tensors(made, kernel, triton_calls):
+def test_too_few_made_tensors(kernel, triton_calls):
     call = Call(x=tensor(), offset=0)
-    wrong = launch_of(call, kernel, *VALUES.items())
-    wrong(call, tensor())
-    with pytest.raises(ValueError, match=r"zip\(\) argument 2 is (shorter|longer) than argument 1"):
-        wrong(call, *made)
+    incomplete = launch_of(call, kernel, *VALUES.items())
+    incomplete(call, tensor())
+    with pytest.raises(IndexError):
+        incomplete(call)
 
 
 def test_missing_arguments_are_tritons_to_refuse(kernel, triton_calls):
@@ -342,6 +342,7 @@ def make(call, *options):
 @pytest.fixture(autouse=True)
 def _no_plans(monkeypatch):
     monkeypatch.setattr(support, "_plans", {})
+    monkeypatch.setattr(support, "_kinds", {})
 
 
 CALL = (torch.zeros(2, 3), None, 1.5, None, 4)
@@ -377,6 +378,43 @@ def test_a_plan_of_its_own(other):
     assert planned(make, CALL, 7) is plan
 
 
+class Fields(NamedTuple):
+    a: Any
+    b: Any
+
+
+class OtherFields(NamedTuple):
+    a: Any
+    b: Any
+
+
+def test_the_same_values_mean_another_thing_in_another_call():
+    x = torch.zeros(2)
+    kinds = [kind_of(call) for call in ((x, 1), Fields(x, 1), OtherFields(x, 1))]
+    assert len(set(kinds)) == 3
+    assert kind_of(Fields(torch.ones(2), 1)) is kinds[1]
+
+
+def test_a_known_call_brings_its_kind():
+    call = AttentionCall(*[torch.zeros(1, 1, 2, 8)] * 3, 0.5)
+    known = KnownCall(*call)
+    known.kind = kind_of(call)
+    plan = planned(make, call)
+    assert planned(make, known) is plan
+    known.kind = object()
+    assert planned(make, known) is not plan
+
+
+@pytest.mark.parametrize("change", [{"sm_scale": 0.25}, {"q": torch.zeros(1, 1, 3, 8)}, {"sinks": torch.zeros(1)}])
+def test_a_changed_call_is_of_its_own_kind(change):
+    """What backends make of a call by ``_replace`` must not be run as that call is."""
+    known = KnownCall(*[torch.zeros(1, 1, 2, 8)] * 3, 0.5)
+    known.kind = kind_of(AttentionCall(*known))
+    changed = known._replace(**change)
+    assert planned(make, changed) is not planned(make, known)
+    assert planned(make, changed) is not planned(make, known._replace())
+
+
 def test_a_failure_is_not_remembered():
     def fail(call):
         raise ValueError("no")
@@ -392,6 +430,14 @@ def test_plans_are_bounded(monkeypatch):
         planned(make, CALL, n)
         assert len(support._plans) <= 3
     assert planned(make, CALL, 7) is planned(make, CALL, 7)
+
+
+def test_kinds_are_bounded(monkeypatch):
+    monkeypatch.setattr(support, "MAX_PLANS", 3)
+    for n in range(8):
+        planned(make, (n,))
+        assert len(support._kinds) <= 3
+    assert planned(make, (7,)) is planned(make, (7,))
 
 
 def test_plans_keep_no_tensor():
