@@ -181,7 +181,7 @@ def _split_kernel(
     starts, stops = (lo, cut), (cut, hi)
 
     if K_SCALE_PER_HEAD:
-        sm_scale *= load_per_head(k_scale, k_scale_strides, b_k, h_kv)
+        head_scale = load_per_head(k_scale, k_scale_strides, b_k, h_kv)
     scale = LOG2E if NATURAL else sm_scale * LOG2E
     dims = tl.arange(0, BLOCK_K) * K_STEP
     in_width = exists[:, None] & (dims < HEAD_DIM)[None, :]
@@ -215,7 +215,9 @@ def _split_kernel(
                 else:
                     k_even, k_odd = unpack_words(k_tile, K_UNPACK, q_tile.dtype)
                     s = tl.dot(q_odd, k_odd.T, tl.dot(q_tile, k_even.T))
-                if k_scale is not None and not K_SCALE_PER_HEAD:
+                if K_SCALE_PER_HEAD:
+                    s *= head_scale  # not a part of sm_scale: it may be negative
+                elif k_scale is not None:
                     scales = load_scales(k_scale, k_scale_strides, pages, b_k, h_kv, first_key, keys, inside, PAGE_SIZE)
                     s *= scales[None, :]
                 if NATURAL:
