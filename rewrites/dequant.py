@@ -3,7 +3,8 @@
 codes.to(dtype) * scale, scale * codes.float(), (codes.float() * scale).to(dtype), codes * scale
 
 A scale belongs to a row (a key of a head), or to less: one that varies along head_dim is no scale of rows. Zero points
-and divisions are left as they are: ``k.float() * k_scale[..., None]`` is all that the operator computes.
+and divisions are left as they are: ``k.float() * k_scale[..., None]`` is all that the operator computes. So are
+products in float64, for scales are float32 there, and scales that lie on another device than the codes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def is_made_of_codes(x: Operand) -> bool:
 
 def read_factor(x: Operand, feature: tuple[str, ...]) -> tuple[Operand, Operand | None] | None:
     """``x`` less one cast, or less one factor that is the same along ``feature``, and that factor."""
-    if x.steps:
+    if x.steps or value(x.node).dtype == torch.float64:
         return None
     if op(x.node) == "mul" and "out" not in x.node.kwargs:
         return _factor(x, feature)
@@ -59,6 +60,8 @@ def _dims(factor: Any, x: Operand) -> tuple[tuple[str, ...], ...] | None:
     if isinstance(factor, (int, float)):
         return ()
     if not isinstance(factor, Node) or not is_tensor(factor) or value(factor).dtype not in _FLOATS:
+        return None
+    if value(factor).device != value(x.node).device:
         return None
     own = x.dims[len(x.dims) - len(shape(factor)) :]
     return tuple(() if is_one(size) else dim for size, dim in zip(shape(factor), own, strict=True))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from attnpatch.attention_call import QUANTISED
 from attnpatch.graph import shape, value
-from attnpatch.testing.recording import RecordingBackend, check_rewrite, clones
+from attnpatch.testing.recording import RecordingBackend, check_rewrite, clones, record
 from attnpatch.testing.tolerance import assert_same_function, run_float64
 
 B, H, HKV, S, D, DV = 2, 6, 2, 12, 16, 24
@@ -331,6 +331,27 @@ def test_what_is_no_scale_of_rows(product, attend):
         return attend(q, repeat_kv(LEFT[product](k, ks)), repeat_kv(LEFT[product](v, vs)))
 
     check_multiplied(function, *args())
+
+
+@pytest.mark.parametrize("attend", [eager, sdpa])
+def test_float64_is_multiplied_out(attend):
+    """Scales are float32 in the operator."""
+
+    def function(q, k, ks, v, vs):
+        return attend(q, repeat_kv(k.double() * ks), repeat_kv(v * 0.02 * vs))
+
+    check_multiplied(function, *args(q_dtype=torch.float64, scale_dtype=torch.float64), dtype=torch.float64)
+
+
+def test_scale_of_another_device():
+    """A number in a tensor of the CPU scales codes of any device; the operator takes tensors of one."""
+
+    def function(q, k, v, s):
+        return sdpa(q, repeat_kv(k.float() * s), repeat_kv(v.float() * s))
+
+    q, k, _, v, _ = (x.to("meta") for x in args())
+    recording = record(function, q, k, v, torch.tensor(0.02))
+    assert (recording.reasons, of_operator(recording)) == ([], (torch.float32, torch.float32, None, None))
 
 
 def test_codes_made_in_the_graph_are_where_it_ends():
