@@ -41,16 +41,11 @@ class _Sequences:
         self.hooked = False
         """Whether the caller of the model prepared this forward and will end it (see before_forward)."""
         self.padded = False
-        """Whether a graph gets the block table's full width, so that it serves any length."""
+        """Whether this forward gets the block table's full width, so that its graphs serve any length."""
         self._uploaded = -1
         with torch.inference_mode(False):  # tensors that live longer than one call are never of an inference mode
             self.block_table = torch.zeros(0, 0, dtype=torch.int32, device=pools[0].device)
             self.length = torch.zeros((), dtype=torch.int64, device=pools[0].device)
-
-    @property
-    def in_graph(self) -> bool:
-        """Whether a graph is traced that will run with other lengths than today's."""
-        return self.padded and torch.compiler.is_compiling()
 
     def capacity(self) -> int:
         """Keys per sequence that the block table has room for."""
@@ -107,19 +102,24 @@ class PagedLayer(CacheLayerMixin):
         _check_fits(key_states, self.keys)
         _check_fits(value_states, self.values)
         cache_write(self.keys, self.values, key_states, value_states, sequences.length, sequences.block_table)
-        if sequences.in_graph:
-            return _gathered(self.keys, sequences.block_table), _gathered(self.values, sequences.block_table)
-        stored = sequences.table.length + key_states.shape[2]
-        table = sequences.block_table[:, : sequences.table.blocks(stored)]
-        return _gathered(self.keys, table)[:, :, :stored], _gathered(self.values, table)[:, :, :stored]
+        keys, values = (self._gathered(pool, key_states.shape[2]) for pool in (self.keys, self.values))
+        return _as_made_of(key_states, keys, sequences.length), _as_made_of(value_states, values, sequences.length)
+
+    def _gathered(self, pool: Tensor, new: int) -> Tensor:
+        """What is stored with ``new`` tokens more, or the block table's full width."""
+        sequences = self.sequences
+        if sequences.padded:
+            return _gathered(pool, sequences.block_table)
+        length = sequences.table.length + new
+        return _gathered(pool, sequences.block_table[:, : sequences.table.blocks(length)])[:, :, :length]
 
     def get_seq_length(self) -> Any:
-        """Tokens stored: an int, or in a graph a tensor."""
-        return self.sequences.length if self.sequences.in_graph else self.sequences.table.length
+        """Tokens stored: an int, or a tensor where graphs serve any length."""
+        return self.sequences.length if self.sequences.padded else self.sequences.table.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Width of what :meth:`update` will return, and the position of its first key."""
-        if self.sequences.in_graph:
+        if self.sequences.padded:
             return self.sequences.capacity(), 0
         return self.sequences.table.length + query_length, 0
 
@@ -150,12 +150,20 @@ def _gathered(pool: Tensor, block_table: Tensor) -> Tensor:
     return pages.permute(0, 2, 1, 3, 4).reshape(batch, num_kv_heads, blocks * page_size, head_dim)
 
 
+def _as_made_of(new: Tensor, stored: Tensor, first: Tensor) -> Tensor:
+    """``stored``, which holds ``new`` from position ``first`` on, so that gradients reach ``new``: pages pass none."""
+    if not (torch.is_grad_enabled() and new.requires_grad):
+        return stored
+    return stored.index_copy(2, first + torch.arange(new.shape[2], device=new.device), new)
+
+
 class PagedCache(Cache):
     """Keys and values in pages that are allocated as sequences grow, and shared where sequences begin alike.
 
     Use it like transformers' own caches: ``model.generate(**inputs, past_key_values=cache)``. A patched model's kernels
     read the pages where they lie; other models get them gathered. Compiled by other means than
-    :func:`attnpatch.patch`, a forward breaks its graph wherever pages are allocated.
+    :func:`attnpatch.patch`, a forward breaks its graph wherever pages are allocated. Gradients reach the tokens of the
+    same forward, not those stored before.
 
     Args:
         config: the model's ``config``, of a decoder whose layers all attend.
@@ -209,11 +217,11 @@ class PagedCache(Cache):
         return len(self.sequences.table.rows) or -1
 
     def before_forward(self, model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Allocate pages for a forward of the model, and fit its mask to what :meth:`update` will return in a graph.
+        """Allocate pages for a forward of the model, and fit its mask to what :meth:`update` will return.
 
         Args:
             model: a model that transformers does not run on a static cache gets keys of their true length, and so a
-                graph that depends on it.
+                graph that depends on it; so does one that returns its attention weights.
             arguments: of the model's forward, by name.
 
         Returns:
@@ -229,11 +237,12 @@ class PagedCache(Cache):
         batch, new = inputs[0].shape[:2]
         self._reserve(batch, new)
         self.sequences.hooked = True
-        self.sequences.padded = getattr(model, "_can_compile_fullgraph", True)
+        can_compile = getattr(model, "_can_compile_fullgraph", True)
+        self.sequences.padded = can_compile and not _returns_weights(model, arguments)
         if not self.sequences.padded:
             return arguments
         mask = arguments.get("attention_mask")
-        if mask is None:  # in a graph every key up to the capacity would count where transformers builds no mask
+        if mask is None:  # every key up to the capacity would count where transformers builds no mask
             mask = inputs[0].new_ones(batch, self.sequences.table.length + new, dtype=torch.int64)
         return {**arguments, "attention_mask": _padded(mask, self.sequences.capacity())}
 
@@ -258,8 +267,8 @@ class PagedCache(Cache):
             **kwargs: likewise.
 
         Returns:
-            Keys and values ``[batch, num_kv_heads, length, head_dim]``. In the graph of a patched model they have the
-            block table's full width, and the mask hides what is not stored.
+            Keys and values ``[batch, num_kv_heads, length, head_dim]``. In a patched model they have the block table's
+            full width, and the mask hides what is not stored.
 
         Raises:
             attnpatch.caches.pages.OutOfPages: the pool is full; nothing was changed.
@@ -328,6 +337,12 @@ class PagedCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep forks of these rows: ids, which may repeat, or a bool per row."""
         self.sequences.table.select(torch.arange(max(self.batch_size, 0))[indices.cpu()].tolist())
+
+
+def _returns_weights(model: nn.Module, arguments: dict[str, Any]) -> bool:
+    """Whether the caller gets attention weights, whose width is the number of keys."""
+    given = arguments.get("output_attentions")
+    return bool(getattr(getattr(model, "config", None), "output_attentions", False) if given is None else given)
 
 
 def _padded(mask: Any, width: int) -> Any:

@@ -180,6 +180,24 @@ def test_modes_of_autograd_mix(model):
     assert not any(x.requires_grad for layer in cache.layers for x in (layer.keys, layer.values))
 
 
+@pytest.mark.parametrize("patched", [False, True])
+def test_gradients_reach_the_tokens_of_the_forward(model, patched):
+    """Not those stored before, which are constants: the prefix is stored without a gradient for both."""
+
+    def gradients(cache):
+        model.zero_grad()
+        with torch.no_grad():
+            model(torch.tensor([[3, 4, 5]]), past_key_values=cache)
+        model(torch.tensor([[8, 9]]), past_key_values=cache).logits.square().mean().backward()
+        return [x.grad.clone() for x in model.parameters()]
+
+    expected = gradients(DynamicCache(config=model.config))
+    if patched:
+        attnpatch.patch(model)
+    got = gradients(PagedCache(model.config, num_pages=8, page_size=4))
+    torch.testing.assert_close(got, expected)
+
+
 def test_a_deepcopy_is_another_cache(model):
     cache = PagedCache(model.config, num_pages=8, page_size=4)
     logits(model, [[3, 4, 5]], cache)

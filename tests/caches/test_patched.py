@@ -148,6 +148,29 @@ def test_a_mask_per_type_of_layer(model_with):
     torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("disabled", ["forward", "self_attn"])
+def test_a_layer_outside_of_graphs(model_with, run, disabled):
+    """It gets as many keys as the graph around it built a mask for."""
+    model = model_with()
+    expected = run(model, DynamicCache(config=model.config))
+    layer = model.model.layers[0]
+    owner = layer if disabled == "forward" else layer.self_attn
+    owner.forward = torch.compiler.disable(owner.forward)
+    attnpatch.patch(model)
+    assert torch.equal(run(model, PagedCache(model.config, num_pages=40)), expected)
+    assert attnpatch.report(model).gaps != []
+
+
+@pytest.mark.parametrize("by_config", [True, False])
+def test_attention_weights_are_as_wide_as_the_keys(model, prompt, by_config):
+    ids, options = prompt()["input_ids"], {} if by_config else {"output_attentions": True}
+    model.config.output_attentions = by_config
+    with torch.no_grad():
+        expected = model(ids, **options)
+        got = attnpatch.patch(model)(ids, past_key_values=PagedCache(model.config, num_pages=40), **options)
+    torch.testing.assert_close((got.logits, got.attentions), (expected.logits, expected.attentions))
+
+
 def test_a_window(model_with, run):
     model = model_with("Mistral", sliding_window=6, num_hidden_layers=1)
     options = {"length": 4, "pads": 1, "max_new_tokens": 9}
