@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 _SAME_AS = {
     "truediv": "div", "true_divide": "div", "divide": "div", "itruediv": "div_", "imul": "mul_", "iadd": "add_",
-    "isub": "sub_", "multiply": "mul", "subtract": "sub", "negative": "neg", "and_": "and", "or_": "or",
+    "isub": "sub_", "ifloordiv": "floordiv_", "imod": "mod_", "ipow": "pow_", "ixor": "xor_", "ilshift": "lshift_",
+    "irshift": "rshift_", "multiply": "mul", "subtract": "sub", "negative": "neg", "and_": "and", "or_": "or",
     "bitwise_and": "and", "bitwise_or": "or", "logical_and": "and",
     "logical_or": "or", "iand": "and_", "ior": "or_", "invert": "not", "inv": "not",
     "bitwise_not": "not", "logical_not": "not", "less_equal": "le", "less": "lt", "greater_equal": "ge",

@@ -12,8 +12,8 @@ from torch.fx import Node
 
 from attnpatch.axes import Axes, Dims, Layout, Step
 from attnpatch.errors import Refused
-from attnpatch.graph import Writes, is_tensor, place, shape, value
-from attnpatch.rewrites.operands import batch_axes, head_axes, names, peel, read, said
+from attnpatch.graph import is_tensor, place, shape, value
+from attnpatch.rewrites.operands import Reading, batch_axes, head_axes, names, peel, read, said
 from attnpatch.rewrites.storage import Stored, Unwrapper
 from attnpatch.rule import Operand, Storage
 
@@ -36,22 +36,6 @@ class Roles(NamedTuple):
     feature_v: tuple[str, ...]
 
 
-class Reading(NamedTuple):
-    """When the original reads q, k and v, and when the operator does.
-
-    Args:
-        writes: the graph's in-place writes.
-        operands: q, k and v as the products have them.
-        products: who multiplies each.
-        anchor: where the operator goes.
-    """
-
-    writes: Writes
-    operands: tuple[Node, Node, Node]
-    products: tuple[Node, Node, Node]
-    anchor: Node
-
-
 class Arrangement:
     """How q, k and v of one attention become ``[batch, heads, seqlen, head_dim]``.
 
@@ -69,7 +53,7 @@ class Arrangement:
 
     def __init__(self, axes: Axes, q: Operand, k: Operand, v: Operand, roles: Roles, reading: Reading) -> None:
         self.axes, self.roles, self.reading = axes, roles, reading
-        self._queries = peel(q, axes)
+        self._queries = peel(q, axes, reading)
         *deeper, dense = self._pairs(k, v)
         if not value(reading.anchor).requires_grad:  # there is no backward to pools and codes
             for pair in deeper:
@@ -88,13 +72,13 @@ class Arrangement:
 
     def _pairs(self, k: Operand, v: Operand) -> Iterator[tuple[Stored, Stored]]:
         """Ways to hand over K and V that go together, the deepest first; as attention reads them last."""
-        unwrapper = Unwrapper(self.axes, self.roles.shared, self.reading.writes)
+        unwrapper = Unwrapper(self.axes, self.roles.shared, self.reading)
         of_k, of_v = unwrapper.ways(k, self.roles.feature), unwrapper.ways(v, self.roles.feature_v)
         for pair in product(reversed(of_k), reversed(of_v)):
             if self._absent(pair[0]) == self._absent(pair[1]) and unwrapper.are_alike(*pair):
                 yield pair
         if self._absent(of_k[0]) != self._absent(of_v[0]):  # repeated apart: as they are
-            yield Stored(peel(k, self.axes)), Stored(peel(v, self.axes))
+            yield Stored(peel(k, self.axes, self.reading)), Stored(peel(v, self.axes, self.reading))
 
     def _absent(self, stored: Stored) -> set[str]:
         """Head axes that K or V does not have."""

@@ -19,10 +19,10 @@ from attnpatch.affine import Affine
 from attnpatch.axes import Axes, Dims, Layout
 from attnpatch.errors import Refused
 from attnpatch.graph import CASTS, Writes, arg, is_tensor, normal_dim, op, place, shape, value
-from attnpatch.rewrites.arrangement import Arrangement, Reading, Roles
+from attnpatch.rewrites.arrangement import Arrangement, Roles
 from attnpatch.rewrites.expressions import number
 from attnpatch.rewrites.mask_terms import MaskReader
-from attnpatch.rewrites.operands import RESHAPES, regroups, said
+from attnpatch.rewrites.operands import RESHAPES, Reading, regroups, said
 from attnpatch.rewrites.products import Product, is_product, multiplies, permutation, read_product
 from attnpatch.rewrites.pullback import Pullback
 from attnpatch.rewrites.readers import reads
@@ -196,9 +196,9 @@ def match(node: Node, writes: Writes) -> Site:
         raise Refused(f"{op(node)} is another function than softmax ({place(node)})")
     walk = Walk(softmax, Axes())
     operands = (*walk.operands(), walk.value())
-    factor, k = _unscaled(operands[1], writes)
     places = (walk.scores[-1], walk.scores[-1], walk.second_node)
     reading = Reading(writes, (operands[0].node, operands[1].node, operands[2].node), places, walk.anchor)
+    factor, k = _unscaled(operands[1], reading)
     plan = Arrangement(walk.axes, operands[0], k, operands[2], _roles(walk, operands[1]), reading)
     walk.follow_views(plan.layout)
     layout = Layout(*walk.axes.resolve(plan.layout))  # the views may have split axes once more
@@ -255,15 +255,15 @@ def _roles(walk: Walk, k: Operand) -> Roles:
     )
 
 
-def _unscaled(k: Operand, writes: Writes) -> tuple[float, Operand]:
+def _unscaled(k: Operand, reading: Reading) -> tuple[float, Operand]:
     """K without a constant factor, which moves to the scale."""
-    factor, node, pull = 1.0, k.node, Pullback(writes, k.node)
-    while op(node) in ("mul", "div") and is_tensor(arg(node, 0, "input")):
+    factor, node, pull = 1.0, k.node, Pullback(reading.writes, k.node)
+    while op(node) in ("mul", "div") and is_tensor(source := arg(node, 0, "input")):
         constant = number(pull.operand(node, arg(node, 1, "other"), (Affine(),) * len(shape(node))))
-        if constant is None or shape(arg(node, 0, "input")) != shape(node):
+        if constant is None or shape(source) != shape(node) or not reading.is_kept(node, source):
             break
         factor *= constant if op(node) == "mul" else 1 / constant
-        node = arg(node, 0, "input")
+        node = source
     return factor, Operand(node, k.dims)
 
 

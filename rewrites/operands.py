@@ -6,13 +6,14 @@ axis the source does not have that axis: K of a group of query heads lacks the a
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 
 from attnpatch.axes import Axes, Dims
-from attnpatch.graph import arg, is_tensor, memory, op, shape, value
+from attnpatch.graph import Writes, arg, is_tensor, memory, op, shape, value
 from attnpatch.rewrites.kv_repeat import REPEATS
 from attnpatch.rewrites.products import permutation
 from attnpatch.rule import Operand
@@ -21,7 +22,27 @@ RESHAPES = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "
 """Operations that regroup dimensions, in order; so does indexing with None."""
 
 
-def peel(operand: Operand, axes: Axes, shared: Dims = ()) -> list[Operand]:
+class Reading(NamedTuple):
+    """When the original reads q, k and v, and when the operator does.
+
+    Args:
+        writes: the graph's in-place writes.
+        operands: q, k and v as the products have them.
+        products: who multiplies each.
+        anchor: where the operator goes.
+    """
+
+    writes: Writes
+    operands: tuple[Node, Node, Node]
+    products: tuple[Node, Node, Node]
+    anchor: Node
+
+    def is_kept(self, node: Node, source: Node) -> bool:
+        """Whether ``node`` still holds what it was made of: it is a view of ``source``, or no one wrote into it."""
+        return memory(node) == memory(source) or self.writes.between(node, node, self.anchor) is None
+
+
+def peel(operand: Operand, axes: Axes, reading: Reading, shared: Dims = ()) -> list[Operand]:
     """The operand less what the kernels do not need: copies, upcasts, repeats along the head axes of ``shared``.
 
     Returns:
@@ -30,7 +51,7 @@ def peel(operand: Operand, axes: Axes, shared: Dims = ()) -> list[Operand]:
     choices = [operand]
     while not choices[-1].steps:
         look = _look(choices[-1], axes, shared)
-        if look is None:
+        if look is None or not reading.is_kept(choices[-1].node, look[0].node):
             break
         source, lost = look
         choices = [source] if lost or _is_copy(choices[-1].node) else [*choices, source]
@@ -121,10 +142,16 @@ def read(source: Node, operand: Node, reader: Node) -> tuple[Node, Node]:
     Repeats, casts and gathers copy: what is written to the source after that node does not reach the product.
     """
     own = memory(source)
-    while operand is not source:
-        reader = operand if memory(operand) != own else reader
-        operand = next(x for x in operand.all_input_nodes if x is source or source in lineage(x))
+    for node, _ in way(operand, source):
+        reader = node if memory(node) != own else reader
     return source, reader
+
+
+def way(operand: Node, source: Node) -> Iterator[tuple[Node, Node]]:
+    """Each node on the way from ``operand`` to what it is made of, with the next one."""
+    while operand is not source:
+        node, operand = operand, next(x for x in operand.all_input_nodes if x is source or source in lineage(x))
+        yield node, operand
 
 
 def lineage(node: Node, depth: int = 32) -> set[Node]:

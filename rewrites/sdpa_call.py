@@ -16,9 +16,9 @@ from attnpatch.affine import Affine
 from attnpatch.axes import Axes, Dims
 from attnpatch.errors import Refused
 from attnpatch.graph import Writes, arg, is_tensor, op, shape, value
-from attnpatch.rewrites.arrangement import Arrangement, Reading, Roles
+from attnpatch.rewrites.arrangement import Arrangement, Roles
 from attnpatch.rewrites.mask_terms import MaskReader
-from attnpatch.rewrites.operands import said
+from attnpatch.rewrites.operands import Reading, said
 from attnpatch.rewrites.pullback import Pullback
 from attnpatch.rule import Operand, Rule, Site
 

@@ -13,10 +13,10 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from attnpatch.axes import Axes, Dims
-from attnpatch.graph import VIEWS, Writes, arg, is_tensor, op, shape, value
+from attnpatch.graph import VIEWS, arg, is_tensor, op, shape, value
 from attnpatch.rewrites.dequant import is_codes, is_made_of_codes, read_factor
 from attnpatch.rewrites.gathers import Gather, read_gather
-from attnpatch.rewrites.operands import names, peel, regroups
+from attnpatch.rewrites.operands import Reading, names, peel, regroups, way
 from attnpatch.rule import Operand
 
 _PURE = frozenset(
@@ -56,11 +56,11 @@ class Unwrapper:
     Args:
         axes: of the attention.
         shared: the dims that K and V share with q.
-        writes: the graph's in-place writes.
+        reading: when they are read, and what is written.
     """
 
-    def __init__(self, axes: Axes, shared: Dims, writes: Writes) -> None:
-        self.axes, self.shared, self.writes = axes, shared, writes
+    def __init__(self, axes: Axes, shared: Dims, reading: Reading) -> None:
+        self.axes, self.shared, self.reading = axes, shared, reading
 
     def ways(self, x: Operand, feature: tuple[str, ...]) -> list[Stored]:
         """Every way ``x`` can be handed to the operator: first as attention reads it, then ever deeper."""
@@ -73,7 +73,7 @@ class Unwrapper:
         return found
 
     def _peel(self, x: Operand) -> list[Operand]:
-        return peel(x, self.axes, self.shared) if is_tensor(x.node) else [x]
+        return peel(x, self.axes, self.reading, self.shared) if is_tensor(x.node) else [x]
 
     def _ungathered(self, stored: Stored) -> Stored | None:
         """The pool of a gather, with the scales' own pools."""
@@ -89,7 +89,12 @@ class Unwrapper:
         return Stored(pool, ids, picked, gather.counts_back, kept, stored.dtype)
 
     def _gather(self, x: Operand) -> Gather | None:
-        """The gather that ``x`` is, or is a view of that cuts across pages and sequences."""
+        """The gather that ``x`` is, or is a view of that cuts across pages and sequences, and still holds."""
+        found = self._read_gather(x)
+        is_kept = found is not None and all(self.reading.is_kept(*step) for step in way(x.node, found.pool))
+        return found if is_kept else None
+
+    def _read_gather(self, x: Operand) -> Gather | None:
         inner = arg(x.node, 0, "input") if regroups(x.node) and not x.steps else None
         if inner is not None and read_gather(Operand(inner, ((),) * len(shape(inner)))):
             dims = self.axes.regroup(x.dims, shape(x.node), shape(inner), cut=True)
@@ -113,6 +118,8 @@ class Unwrapper:
         if found is None:
             return None
         rows, factor = found
+        if not self.reading.is_kept(stored.source.node, rows.node):
+            return None
         scales = (*(stored.scales or ()), *([] if factor is None else [self._peel(factor)]))
         dtype = stored.dtype or value(stored.source.node).dtype
         return stored._replace(choices=self._peel(rows), scales=scales, dtype=dtype)
@@ -139,6 +146,6 @@ class Unwrapper:
             return tuple(self._meaning(part) for part in x)
         if isinstance(x, slice):
             return self._meaning((x.start, x.stop, x.step))
-        if op(x) not in _PURE or any(self.writes.touches(n) for n in (x, *x.all_input_nodes) if is_tensor(n)):
+        if op(x) not in _PURE or any(self.reading.writes.touches(n) for n in (x, *x.all_input_nodes) if is_tensor(n)):
             return x
         return (x.target, *(self._meaning(part) for part in (*x.args, *x.kwargs.items())))

@@ -405,3 +405,27 @@ def test_gradients_need_the_product():
     (theirs,) = torch.autograd.grad(function(q, k, ks, v, vs).square().sum(), ks)
     torch.testing.assert_close(ours, theirs)
     assert of_operator(backend) == (torch.float32, torch.float32, None, None)
+
+
+WRITTEN = {
+    "codes_cast": lambda x, s, new: put(x.float(), new) * s,
+    "product": lambda x, s, new: put(x.float() * s, new),
+    "repeated": lambda x, s, new: put(repeat_kv(x.float() * s), new),
+}
+
+
+def put(x, new):
+    x[:, :, -1] = new
+    return x
+
+
+@pytest.mark.parametrize("attend", [eager, sdpa])
+@pytest.mark.parametrize("product", WRITTEN.values(), ids=WRITTEN)
+def test_a_write_into_what_was_multiplied_out_is_not_lost(product, attend):
+    """The newest key put in as it is: the codes do not stand for it."""
+
+    def function(q, k, ks, v, vs, new_k, new_v):
+        k, v = product(k, ks, new_k), product(v, vs, new_v)
+        return attend(q, *(x if x.shape[1] == H else repeat_kv(x) for x in (k, v)))
+
+    check_multiplied(function, *args(), torch.randn(D), torch.randn(DV))

@@ -1,5 +1,6 @@
 """K and V gathered from pools: the pool and the ids reach the operator where the ids number the keys, else the copy."""
 
+import operator
 from types import SimpleNamespace
 
 import pytest
@@ -453,6 +454,67 @@ def test_a_write_through_a_view_taken_before_is_seen():
     pools = [pool(PAGES, PAGE, HKV, D, used=ids) for _ in range(2)]
     backend = check_writes(function, query(), *pools, ids, ids[:, -1] * PAGE + 3, new)
     assert of_operator(backend)[2] == (B, S)
+
+
+def put(x, new):
+    x[:, :, -1] = new
+
+
+WRITES = {
+    "setitem": put,
+    "copy_of_a_view": lambda x, new: x[:, :, -1].copy_(new),
+    "scaled_view": lambda x, new: x.unbind(2)[0].mul_(3.0),
+    "foreach": lambda x, new: torch._foreach_mul_([x], 3.0),
+    "operator": lambda x, new: x.__ipow__(2),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("early", [True, False], ids=["pages", "keys"])
+def test_a_write_into_what_was_gathered_is_not_lost(early, write):
+    """New keys put into the copy are not in the pool."""
+
+    def gathered(pool, ids, new):
+        x = pool[ids]
+        if early:
+            write(x, new)
+        x = x.transpose(1, 2).reshape(B, HKV, S, D)
+        if not early:
+            write(x, new)
+        return x
+
+    def function(q, k_pool, v_pool, ids, new):
+        return sdpa(q, *(repeat_kv(gathered(pool, ids, new)) for pool in (k_pool, v_pool)))
+
+    ids = table()
+    pools = [pool(PAGES, HKV, PAGE, D, used=ids) for _ in range(2)]
+    backend = check_writes(function, query(), *pools, ids, torch.randn(D))
+    assert of_operator(backend)[2] is None
+
+
+def test_a_write_into_both_of_one_pool_is_not_lost():
+    """K and V are parts of what was gathered, and written before they are taken out of it."""
+
+    def function(q, pools, ids, new):
+        both = pools[ids]
+        both[:, -1] = new
+        k, v = (x.transpose(1, 2).reshape(B, HKV, S, D) for x in both.unbind(2))
+        return sdpa(q, repeat_kv(k), repeat_kv(v))
+
+    ids = table()
+    backend = check_writes(function, query(), pool(PAGES, 2, HKV, PAGE, D, used=ids), ids, torch.randn(D))
+    assert of_operator(backend)[2] is None
+
+
+@pytest.mark.parametrize("name", ["ifloordiv", "imod", "ixor", "ilshift", "irshift", "ipow"])
+def test_ids_written_by_an_operator_after_the_gather(name):
+    def function(q, k_pool, v_pool, ids):
+        k, v = (x[ids].transpose(1, 2).reshape(B, HKV, S, D) for x in (k_pool, v_pool))
+        getattr(operator, name)(ids, 2)
+        return sdpa(q, repeat_kv(k), repeat_kv(v))
+
+    given = query(), *(torch.randn(PAGES, HKV, PAGE, D) for _ in range(2)), table() % 3
+    check_gathered(function, *given)
 
 
 # What must stay gathered

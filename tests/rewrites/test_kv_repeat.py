@@ -205,3 +205,36 @@ def test_keys_copied_and_cast_before_the_repeat():
 
     recording = check_rewrite(function, *(x.bfloat16() for x in qkv()))
     assert (recording.sites[0].num_kv_heads, recording.sites[0].dtype) == (HKV, "bfloat16")
+
+
+COPIES = {
+    "repeat": lambda x: x.repeat_interleave(N, 1),
+    "expand": INTERLEAVED["unsqueeze"],
+    "layout": lambda x: x.repeat_interleave(N, 1).transpose(1, 2).contiguous().transpose(1, 2),
+    "factor": lambda x: x.repeat_interleave(N, 1) * 0.5,
+}
+
+
+@pytest.mark.parametrize("attend", [eager, sdpa])
+@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
+def test_a_write_into_a_copy_is_not_lost(copy, attend):
+    """What a copy was made of is not what it holds once it is written."""
+
+    def written(x):
+        x = copy(x)
+        x[:, :, -1] = 3.0
+        return x
+
+    check(written, attend, qkv(), H)
+
+
+@pytest.mark.parametrize("attend", [eager, sdpa])
+def test_a_write_through_a_view_of_k_and_v(attend):
+    """A view holds what is written to what it is a view of: it is looked through."""
+
+    def written(x):
+        view = x.transpose(1, 2).transpose(1, 2)
+        x[:, :, -1] = 3.0
+        return view.repeat_interleave(N, 1)
+
+    check(written, attend, qkv(), HKV)
