@@ -251,7 +251,7 @@ def test_lengths_do_not_recompile():
         ("triton.decode", _split_kernel, lambda n: 1),
         ("triton.prefill", _prefill_kernel, lambda n: n),
     ):
-        for n in (64, 65):
+        for n in (17, 64, 65):  # flash-decode with one split, and with several
             call = call_on_gpu(seqlen_q=rows(n), seqlen_k=n, head_dim=72, window_right=0)
             load_backend(backend).run(call)
         before = compiled(kernel)
