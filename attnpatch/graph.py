@@ -183,6 +183,8 @@ def written_by(node: Node) -> list[Node]:
     if schema is not None:
         outputs = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
         found = [arg(node, i, a.name) for i, a in outputs]
+    elif op(node).startswith("triton_kernel_wrapper"):  # a kernel of the user's: may write each of its tensors
+        found = [node.kwargs["kwargs"]]
     elif node.kwargs.get("out") is not None:
         found = [node.kwargs["out"]]
     else:

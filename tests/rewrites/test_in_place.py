@@ -3,7 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+from torch.fx import Graph
 
+from attnpatch.graph import written_by
 from attnpatch.testing.recording import RecordingBackend, clones
 from attnpatch.testing.tolerance import assert_same_function, run_float64
 
@@ -627,3 +630,12 @@ def test_output_written_in_place_is_a_fresh_tensor():
         return o
 
     assert check(function, *qkv(), steps=2).masks == ["none"]
+
+
+def test_a_triton_kernel_of_the_model_writes_what_it_is_given():
+    """Dynamo captures its launch as one node, but only where there is a GPU: the graph is made by hand."""
+    graph = Graph()
+    k = graph.call_method("contiguous", (graph.placeholder("x"),))
+    launch = {"kernel_idx": 0, "constant_args_idx": 0, "grid": [(1, 1, 1)], "tma_descriptor_metadata": {}}
+    node = graph.call_function(triton_kernel_wrapper_mutation, kwargs={**launch, "kwargs": {"x": k, "n": 3}})
+    assert written_by(node) == [k]
