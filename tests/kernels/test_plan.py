@@ -151,7 +151,7 @@ def test_programs_of_different_lengths(chip, multiprocessors):
 
 
 def test_long_sequences_get_the_programs(chip):
-    """Of 5000, 100 and 1 keys the first gets nearly all of the 42 shares, but none shorter than SPLIT_KEYS."""
+    """Of 5000, 100 and 1 keys the first gets nearly all of the shares, but none shorter than SPLIT_KEYS."""
     chip(7)
     offsets = torch.tensor([4999, 99, 0])
     call = random_call(3, 2, 1, 1, 5000, 1, q_offset=offsets, window_right=0)
@@ -160,9 +160,10 @@ def test_long_sequences_get_the_programs(chip):
     assert [found.count(b) for b in range(3)] == [-(-5000 // configs.SPLIT_KEYS), 1, 1]
 
 
-def test_the_most_programs(chip):
+def test_the_most_programs(chip, monkeypatch):
     """Each of 3 sequences has one split more than whole shares: of the programs one has nothing to do."""
     chip(1)
+    monkeypatch.setattr(configs, "SHARES_PER_SM", 6)
     call = random_call(3, 2, 1, 1, 2561, 1, q_offset=torch.tensor([2560, 0, 0]), window_right=0)
     check_plan(call)
     plan = configs.choose_plan(call, CONFIG)
