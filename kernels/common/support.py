@@ -69,11 +69,11 @@ def precision(dtype: torch.dtype) -> str:
     return "ieee" if exact else "tf32"
 
 
-def offset_arguments(call: AttentionCall) -> tuple[int | Tensor, int | None]:
-    """``q_offset`` and its stride over the batch, None when it is a number."""
+def offset_stride(call: AttentionCall) -> int | None:
+    """Stride of ``q_offset`` over the batch, None when it is a number."""
     if not isinstance(call.q_offset, Tensor):
-        return call.q_offset, None
-    return call.q_offset, call.q_offset.stride(0) if call.q_offset.dim() else 0
+        return None
+    return call.q_offset.stride(0) if call.q_offset.numel() > 1 else 0
 
 
 def per_head(x: Tensor | None, call: AttentionCall) -> Tensor | None:

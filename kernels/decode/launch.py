@@ -9,7 +9,15 @@ from torch import Tensor
 
 from attnpatch.attention_call import AttentionCall
 from attnpatch.kernels.common.launcher import Launch
-from attnpatch.kernels.common.support import capability, padded_width, per_head_strides, planned, precision, strides
+from attnpatch.kernels.common.support import (
+    capability,
+    offset_stride,
+    padded_width,
+    per_head_strides,
+    planned,
+    precision,
+    strides,
+)
 from attnpatch.kernels.decode.configs import DecodeConfig, Plan, choose_config, choose_merge, choose_plan
 from attnpatch.kernels.decode.kernel import _merge_kernel, _split_kernel
 from attnpatch.kernels.decode.unpack import is_per_head, unpacking
@@ -68,7 +76,7 @@ def _launches(
     shared = {
         "window_left": call.window_left,
         "window_right": call.window_right,
-        "offset_stride": _offset_stride(call),
+        "offset_stride": offset_stride(call),
         "batch": call.batch,
         "seqlen_q": call.q.shape[2],
         "seqlen_k": call.seqlen_k,
@@ -161,13 +169,6 @@ def _merge(call: AttentionCall, plan: Plan, rows: int, shared: dict[str, Any]) -
 def _output_strides(call: AttentionCall) -> tuple[int, ...]:
     heads, rows, width = call.num_heads, call.q.shape[2], call.head_dim_v
     return (rows * heads * width, width, heads * width, 1)
-
-
-def _offset_stride(call: AttentionCall) -> int | None:
-    """Stride of ``q_offset`` over the batch, None when it is a number."""
-    if not isinstance(call.q_offset, Tensor):
-        return None
-    return call.q_offset.stride(0) if call.q_offset.numel() > 1 else 0
 
 
 def _overlaps(device: torch.device) -> bool:

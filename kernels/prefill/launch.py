@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attnpatch.attention_call import AttentionCall
 from attnpatch.kernels.common.support import (
     capability,
-    offset_arguments,
+    offset_stride,
     padded_width,
     per_head,
     precision,
@@ -40,12 +40,11 @@ def prefill(call: AttentionCall, config: PrefillConfig | None = None) -> Tensor:
     config = config or choose_config(call, descriptors)
     k, k_strides = _rows_argument(call.k, config.BLOCK_N, descriptors)
     v, v_strides = _rows_argument(call.v, config.BLOCK_N, descriptors)
-    q_offset, offset_stride = offset_arguments(call)
     sinks, alibi_slopes = per_head(call.sinks, call), per_head(call.alibi_slopes, call)
     total_heads = call.batch * call.num_heads
     with torch.cuda.device_of(call.q):
         _prefill_kernel[(-(-call.seqlen_q // config.BLOCK_M) * total_heads,)](
-            *(call.q, k, v, call.attn_mask, call.key_padding, call.key_bounds, sinks, alibi_slopes, q_offset),
+            *(call.q, k, v, call.attn_mask, call.key_padding, call.key_bounds, sinks, alibi_slopes, call.q_offset),
             *(o, call.lse),
             sm_scale=call.sm_scale,
             softcap=call.softcap,
@@ -59,7 +58,7 @@ def prefill(call: AttentionCall, config: PrefillConfig | None = None) -> Tensor:
             bounds_strides=strides(call.key_bounds),
             sinks_strides=strides(sinks),
             slopes_strides=strides(alibi_slopes),
-            offset_stride=offset_stride,
+            offset_stride=offset_stride(call),
             o_strides=o.stride(),
             num_heads=call.num_heads,
             total_heads=total_heads,
