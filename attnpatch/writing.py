@@ -87,7 +87,7 @@ def _implementation(write: CacheWrite) -> Callable[..., None]:
         return reference.cache_write
     from attnpatch.kernels.cache_write import launch
 
-    return launch.cache_write(*write)
+    return launch.cache_write(write)
 
 
 def _refused_by_triton(write: CacheWrite) -> bool:

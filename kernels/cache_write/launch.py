@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
-
 from attnpatch.kernels.cache_write.kernel import _cache_write_kernel
 from attnpatch.kernels.cache_write.reference import LIMITS
 from attnpatch.kernels.common.launcher import Launch
@@ -16,18 +14,9 @@ MANY_TOKENS = 16
 """Tokens of one program, where there are several."""
 
 
-def cache_write(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    block_table: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Callable[..., None]:
+def cache_write(write: CacheWrite) -> Callable[..., None]:
     """What does :func:`attnpatch.ops.cache_write` of such arguments, in one launch; they are checked already."""
-    launch = _launch(CacheWrite(k_cache, v_cache, k, v, positions, block_table, k_scale, v_scale))
+    launch = _launch(write)
     return lambda *write: launch(write)
 
 

@@ -67,7 +67,7 @@ def assert_same_write(write):
     """The kernel leaves every bit of caches and scales as the reference does, the untouched ones too."""
     check(write)
     ours, expected = copied(write), copied(write)
-    launch.cache_write(*ours)(*ours)
+    launch.cache_write(ours)(*ours)
     reference.cache_write(*expected)
     for name, x, y in zip(write._fields, ours, expected, strict=True):
         assert x is None or torch.equal(bits(x), bits(y)), name
@@ -224,7 +224,7 @@ def test_caches_inside_larger_tensors():
     pool = poison(2, 2, 4, 24, 16)
     write = write_of(Shape(), [[0, 3, 4, 5, 9], [2, 1, 7, 8, 11]])
     inner = pool[:, :, :3, ::2, 4:12]
-    launch.cache_write(*write._replace(k_cache=inner[0], v_cache=inner[1]))(*inner, *write[2:])
+    launch.cache_write(write._replace(k_cache=inner[0], v_cache=inner[1]))(*inner, *write[2:])
     reference.cache_write(*write)
     assert torch.equal(inner[0].nan_to_num(9.0), write.k_cache.nan_to_num(9.0))
     assert torch.equal(inner[1].nan_to_num(9.0), write.v_cache.nan_to_num(9.0))
