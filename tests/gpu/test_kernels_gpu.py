@@ -1,7 +1,6 @@
 """triton.prefill and triton.decode on a CUDA device (run with TRITON_INTERPRET=0)."""
 
 import math
-import os
 
 import pytest
 import torch
@@ -11,33 +10,13 @@ from attnpatch.dispatch import load_backend
 from attnpatch.kernels.decode.launch import decode
 from attnpatch.testing.inputs import check_backend, random_call
 from attnpatch.testing.samples import check_samples
+from tests.gpu.calls import CUDA, ON_GPU, bias, bool_mask, call_on_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton interprets; set TRITON_INTERPRET=0"),
-]
-
-CUDA = torch.device("cuda")
+pytestmark = ON_GPU
 
 
 def name(backend):
     return pytest.param(backend, id=backend)
-
-
-def call_on_gpu(**case):
-    case = {key: value.to(CUDA) if isinstance(value, torch.Tensor) else value for key, value in case.items()}
-    defaults = {"batch": 2, "num_heads": 8, "num_kv_heads": 2, "dtype": torch.bfloat16, "device": "cuda"}
-    return random_call(**{**defaults, **case})
-
-
-def bool_mask(*shape, keep=0.7):
-    return torch.rand(shape, generator=torch.Generator().manual_seed(1)) < keep
-
-
-def bias(*shape, hide=0.2):
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(2))
-    return values.masked_fill(~bool_mask(*shape, keep=1 - hide), torch.finfo(torch.float32).min)
 
 
 PREFILL = {
