@@ -237,12 +237,14 @@ def _split_kernel(
                         s, visible = apply_mask_tile(s, visible & read, pointers, read & (plain == 0))
                 s = tl.where(visible, s, float("-inf"))
                 p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, scale)
+                seen = inside
                 if run == 0 and SCATTERED:  # an unwritten slot may hold NaN, and 0 * NaN is NaN
-                    inside = tl.max(s, axis=0) != float("-inf")
-                    v_tile = tl.where(inside[:, None], v_tile, tl.zeros_like(v_tile))
+                    seen = tl.max(s, axis=0) != float("-inf")
+                    v_tile = tl.where(seen[:, None], v_tile, tl.zeros_like(v_tile))
                 largest = 1.0
                 if v_scale is not None and not V_SCALE_PER_HEAD:
                     scales = load_scales(v_scale, v_scale_strides, pages, b_k, h_kv, first_key, keys, inside, PAGE_SIZE)
+                    scales = tl.where(seen, scales, 0.0)  # not the load's mask: a load after the product is not pipelined
                     if q_tile.dtype == tl.float16:  # a product with p may be too small for it: 4 / 57344 is
                         largest = tl.max(scales)
                         largest = tl.where(largest > 0.0, largest, 1.0)

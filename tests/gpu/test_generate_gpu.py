@@ -63,7 +63,8 @@ def test_generate_runs_triton_and_keeps_the_text(implementation: str, cache: str
         ran = backends_of(model)
     assert (report.summary["fused"], report.summary["refused"]) == (3, 0)
     assert ("decode", "triton.decode") in ran
-    assert {backend for _, backend in ran} == {"triton.decode", "triton.prefill"}
+    short_prompts = {"triton.append"} if cache else set()  # 37 rows on a static cache of more keys
+    assert {backend for _, backend in ran} == {"triton.decode", "triton.prefill", *short_prompts}
     for a, b in zip(plain, fused, strict=True):
         assert torch.equal(a, b)
 

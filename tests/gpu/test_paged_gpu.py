@@ -170,10 +170,10 @@ def test_tables_do_not_recompile():
     def compiled():
         return len(_split_kernel.device_caches[torch.cuda.current_device()][0])
 
-    for keys in (16, 640, 656):  # one split, and several
+    for keys in (16, 17, 640, 1000, 4096):  # one split, and several; padding; strides of 1, and multiples of 16
         decode(paged(dense(seqlen_k=keys, head_dim=72), 16))
     before = compiled()
-    for keys in (17, 100, 1000, 4096):
+    for keys in (18, 100, 656, 1001, 2048, 8192):
         decode(paged(dense(seqlen_k=keys, head_dim=72), 16))
     assert compiled() == before
 
