@@ -3,12 +3,13 @@
 ``kernel[grid](...)`` works out from all its arguments, at every launch, what the kernel is specialised on: dtypes,
 which arguments are None, which pointers and numbers are multiples of 16 or equal 1. On small tensors that takes longer
 than the kernel. A :class:`Launch` belongs to one plan (:func:`support.planned`), so to calls that differ in nothing
-but where their tensors lie; what is then left to look at is the addresses.
+but where their tensors lie; what is then left to look at is the addresses, which go straight to the CUDA driver
+(:mod:`attnpatch.kernels.common.driver`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -20,20 +21,20 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from attnpatch.kernels.common.driver import driver_launch
+
 _VERSION = ".".join(triton.__version__.split(".")[:2])
 
 KNOWN = ("3.6", "3.7", "3.8")
-"""Versions of Triton that call a compiled kernel as :class:`Launch` does; under others all launches go through it."""
-
-_STREAM = 3  # place of the stream among the arguments of a launcher
+"""Versions of Triton whose kernels take what :func:`driver_launch` gives; under others all launches go through it."""
 
 
 class Launch:
     """A kernel with its grid and all arguments but the addresses of its tensors.
 
     Addresses that are multiples of 16 where none was before, or the reverse, go through Triton, which compiles or
-    finds the kernel for them; that kernel is remembered, and later ones are handed to it as Triton itself would.
-    In Triton's interpreter, and while a profiler listens to its launches, all go through Triton.
+    finds the kernel for them; that kernel is remembered, and later ones are handed to the driver as Triton itself
+    would. In Triton's interpreter, and while a profiler listens to its launches, all go through Triton.
 
     Args:
         kernel: a ``triton.jit`` function.
@@ -41,79 +42,67 @@ class Launch:
         call: the call of the plan, a NamedTuple; none of its tensors is kept.
         takes: its fields that the kernel takes. Those that hold None or a number do so in every later call.
         makes: the kernel's other tensors, each of one dtype: outputs, which whoever launches allocates.
+        then: the launch that follows, of the same call. What it makes begins with ``makes`` whatever the names.
         values: all other arguments by name, and num_warps, num_stages.
     """
 
     def __init__(
-        self, kernel: Any, programs: int, call: Any, takes: Sequence[str], makes: Sequence[str], **values: Any
+        self,
+        kernel: Any,
+        programs: int,
+        call: Any,
+        takes: Sequence[str],
+        makes: Sequence[str],
+        then: Launch | None = None,
+        **values: Any,
     ) -> None:
         fields = call._asdict()
         tensors = [name for name in takes if isinstance(fields[name], Tensor)]
+        names = (*call._fields, *makes)
         self._kernel = kernel
         self._programs = programs
+        self._device = next(x.get_device() for x in call if isinstance(x, Tensor))
         self._names = (*tensors, *makes)
-        names = (*call._fields, *makes)
         self._places = [names.index(name) for name in self._names]
         self._values = {name: fields[name] for name in takes if name not in tensors} | values
-        self._remembered: dict[int | tuple[bool, ...], _Ready] = {}
+        self._remembered: dict[int | tuple[bool, ...], Callable[[int, list[int]], int]] = {}
+        self._then = then
 
     def __call__(self, call: tuple[Any, ...], *made: Tensor) -> None:
-        """Launch on the current stream of the tensors' device.
+        """Launch, and what follows, on the current stream of the tensors' device.
 
         Args:
             call: one that the plan serves.
             made: the tensors called ``makes``.
         """
         given = (*call, *made)
-        device = given[self._places[0]].get_device()
-        if device < 0 or device == torch.cuda.current_device():
-            self._launch(device, given)
+        if self._device < 0 or self._device == torch._C._cuda_getDevice():
+            self._launch(given)
         else:
-            with torch.cuda.device(device):
-                self._launch(device, given)
+            with torch.cuda.device(self._device):
+                self._launch(given)
 
-    def _launch(self, device: int, given: tuple[Any, ...]) -> None:
+    def _launch(self, given: tuple[Any, ...]) -> None:
         addresses = [given[place].data_ptr() for place in self._places]
         misaligned = reduce(or_, addresses) % 16 and tuple([address % 16 != 0 for address in addresses])
         ready = self._remembered.get(misaligned)
         runtime = knobs.runtime
-        if ready is None or runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+        if (
+            ready is None
+            or runtime.launch_enter_hook.calls
+            or runtime.launch_exit_hook.calls
+            or ready(self._device, addresses) != 0
+        ):
             self._through_triton(misaligned, given)
-        else:
-            launcher, arguments, places, stream_of = ready
-            arguments = arguments.copy()  # another thread may be launching, too
-            arguments[_STREAM] = stream_of(device)
-            for place, address in zip(places, addresses):  # noqa: B905  (strict costs: they are as many)
-                arguments[place] = address
-            launcher(*arguments)
+        if self._then is not None:
+            self._then._launch(given)
 
     def _through_triton(self, misaligned: int | tuple[bool, ...], given: tuple[Any, ...]) -> None:
+        """Where the driver said no, Triton gives this thread its context and asks again, or raises what is wrong."""
         arguments = {name: given[place] for name, place in zip(self._names, self._places, strict=True)}
         compiled = self._kernel[(self._programs,)](**arguments, **self._values)
         known = isinstance(self._kernel, JITFunction) and _VERSION in KNOWN
         if known and driver.active.get_current_target().backend == "cuda":
-            self._remembered[misaligned] = self._ready(compiled)
-
-    def _ready(self, compiled: Any) -> _Ready:
-        launcher, constants = _launcher(compiled.run)
-        handles = compiled.packed_metadata, None, None, None  # no metadata for hooks, and no hooks
-        before = [self._programs, 1, 1, None, compiled.function, *constants, *handles]
-        names = self._kernel.arg_names
-        places = [len(before) + names.index(name) for name in self._names]
-        arguments = [*before, *[self._values.get(name) for name in names]]
-        return launcher, arguments, places, driver.active.get_current_stream
-
-
-_Ready = tuple[Any, list[Any], list[int], Any]
-"""A launcher, its arguments without stream and addresses, the places of the addresses, what knows the stream."""
-
-
-def _launcher(run: Any) -> tuple[Any, tuple[Any, ...]]:
-    """What launches a compiled kernel, and what it takes between the kernel's handle and its metadata.
-
-    Triton 3.6's is written in C inside of one in Python, which allocates scratch memory for kernels that need any.
-    """
-    scratch = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]
-    if _VERSION == "3.6" and scratch == [0, 0]:
-        return run.launch, (run.launch_cooperative_grid, run.launch_pdl, None, None)
-    return run, ()
+            ready = driver_launch(compiled, self._programs, self._names, self._values, driver.active.get_current_stream)
+            if ready is not None:
+                self._remembered[misaligned] = ready

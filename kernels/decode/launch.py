@@ -28,16 +28,17 @@ _INPUTS = ("q", "k", "v", "k_scale", "v_scale", "block_table", "attn_mask", "key
 
 
 class Launches(NamedTuple):
-    """What a call launches.
+    """What a call launches, and what it allocates.
 
     Args:
-        split: the kernel that walks the keys.
-        merge: the one that merges its partial results, or None: a single split.
-        partial: how many float32 those are.
+        launch: the kernel that walks the keys, followed by the one that merges its partial results where there are
+            several splits. None where the output is empty.
+        output: shape and strides of ``AttentionCall.empty_output``.
+        partial: how many float32 the partial results are; 0: a single split.
     """
 
-    split: Launch
-    merge: Launch | None
+    launch: Launch | None
+    output: tuple[tuple[int, ...], tuple[int, ...]]
     partial: int
 
 
@@ -54,26 +55,36 @@ def decode(call: AttentionCall, num_splits: int = 0, config: DecodeConfig | None
         ``[batch, num_heads, seqlen_q, head_dim_v]``, or packed as q is, in the layout of
         ``AttentionCall.empty_output``.
     """
-    o = call.empty_output()
-    if o.numel() == 0:
-        return o
     in_words = (call.k.data_ptr() | call.v.data_ptr()) % 2 == 0  # a plan knows everything of K and V but their address
     launches = planned(_launches, call, num_splits, config, precision(call.q.dtype), in_words)
-    if launches.merge is None:
-        launches.split(call, o)
-    else:
-        partial = call.q.new_empty(launches.partial, dtype=torch.float32)
-        launches.split(call, partial)
-        launches.merge(call, partial, o)
+    o = call.q.new_empty_strided(*launches.output)
+    if call.cu_seqlens_q is not None:
+        o.zero_()
+    if launches.launch is not None:
+        made = (call.q.new_empty(launches.partial, dtype=torch.float32), o) if launches.partial else (o,)
+        launches.launch(call, *made)
     return o
 
 
 def _launches(
     call: AttentionCall, num_splits: int, config: DecodeConfig | None, precision: str, in_words: bool
 ) -> Launches:
+    o = call.empty_output()
+    output = tuple(o.shape), o.stride()
+    if o.numel() == 0:
+        return Launches(None, output, 0)
     config = config or choose_config(call)
     plan = choose_plan(call, config, num_splits)
-    shared = {
+    shared = _shared(call, config, plan)
+    rows = call.num_heads * call.q.shape[0] * call.q.shape[2]
+    merge = _merge(call, plan, rows, shared) if plan.merges else None
+    launch = _split(call, config, plan, precision, in_words, merge, shared)
+    return Launches(launch, output, plan.num_splits * rows * (call.head_dim_v + 2) if plan.merges else 0)
+
+
+def _shared(call: AttentionCall, config: DecodeConfig, plan: Plan) -> dict[str, Any]:
+    """Arguments of both kernels."""
+    return {
         "window_left": call.window_left,
         "window_right": call.window_right,
         "offset_stride": offset_stride(call),
@@ -91,15 +102,16 @@ def _launches(
         "BLOCK_N": config.BLOCK_N,
         "PDL": plan.merges and _overlaps(call.q.device),
     }
-    rows = call.num_heads * call.q.shape[0] * call.q.shape[2]
-    merge = _merge(call, plan, rows, shared) if plan.merges else None
-    return Launches(
-        _split(call, config, plan, precision, in_words, shared), merge, plan.num_splits * rows * (call.head_dim_v + 2)
-    )
 
 
 def _split(
-    call: AttentionCall, config: DecodeConfig, plan: Plan, precision: str, in_words: bool, shared: dict[str, Any]
+    call: AttentionCall,
+    config: DecodeConfig,
+    plan: Plan,
+    precision: str,
+    in_words: bool,
+    merge: Launch | None,
+    shared: dict[str, Any],
 ) -> Launch:
     (k_unpack, k_strides), (v_unpack, v_strides) = (unpacking(x, call.q.dtype, in_words) for x in (call.k, call.v))
     paged = call.block_table is not None
@@ -114,6 +126,7 @@ def _split(
         call,
         (*_INPUTS, *_TERMS),
         ("o",),
+        merge,
         sm_scale=call.sm_scale,
         softcap=call.softcap,
         q_strides=call.q.stride(),
@@ -149,6 +162,7 @@ def _split(
 
 
 def _merge(call: AttentionCall, plan: Plan, rows: int, shared: dict[str, Any]) -> Launch:
+    options: dict[str, Any] = {"launch_pdl": True} if shared["PDL"] else {}
     return Launch(
         _merge_kernel,
         rows,
@@ -161,8 +175,8 @@ def _merge(call: AttentionCall, plan: Plan, rows: int, shared: dict[str, Any]) -
         num_rows=rows,
         BLOCK_S=choose_merge(call, plan),
         BLOCK_DV=padded_width(call.head_dim_v),
-        **({"launch_pdl": True} if shared["PDL"] else {}),
         **shared,
+        **options,
     )
 
 

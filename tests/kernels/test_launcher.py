@@ -1,25 +1,37 @@
-"""Launches past Triton's argument handling: the kernel that Triton would pick, with the very arguments it would pass.
+"""Launches past Triton's argument handling: the kernel that Triton would pick, and to the byte what it would pass.
 
 Without a GPU: Triton's own binder and cache, a driver that only knows the target, and kernels that are not compiled
-but remember what they are launched with.
+but remember what they are launched with. What Triton passes, in which order and how wide, is read off the launcher in
+C that it generates for a signature.
 """
 
+import ctypes
 import gc
 import random
+import re
+import shutil
+import struct
+import subprocess
+import threading
 import weakref
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
+import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import include_dirs, make_launcher
+from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from attnpatch.attention_call import AttentionCall
+from attnpatch.kernels.common import driver as cuda
 from attnpatch.kernels.common import launcher, support
 from attnpatch.kernels.common.launcher import Launch
 from attnpatch.kernels.common.support import KnownCall, kind_of, planned
@@ -38,48 +50,125 @@ class Call(NamedTuple):
     x: Any = None
 
 
-class Launcher:
-    """Triton 3.6's: the part in Python, around the one in C."""
+class Launched(NamedTuple):
+    """One launch, as cuLaunchKernelEx sees it: sizes, attributes as pairs of id and value, parameters as bytes."""
 
-    global_scratch_size = profile_scratch_size = 0
-    launch_cooperative_grid, launch_pdl = "cooperative", "pdl"
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared: int
+    stream: int
+    attributes: list[tuple[int, int]]
+    parameters: list[bytes]
 
-    def __init__(self, compiled):
-        self.compiled = compiled
 
-    def __call__(self, x, y, z, stream, function, *args):
-        scratch = [size or None for size in (self.global_scratch_size, self.profile_scratch_size)]
-        constants = self.launch_cooperative_grid, self.launch_pdl
-        self.launch(x, y, z, stream, function, *constants, *scratch, *args)
+FORMATS = {"CUdeviceptr": "Q", "int8_t": "b", "uint8_t": "B", "int32_t": "i", "int64_t": "q", "uint64_t": "Q"}
 
-    def launch(self, x, y, z, stream, function, cooperative, pdl, scratch, profile_scratch, packed, *args):
-        assert (function, packed) == (self.compiled.function, self.compiled.packed_metadata)
-        assert (cooperative, pdl) == ("cooperative", "pdl")
-        assert (scratch, profile_scratch) == (self.global_scratch_size or None, self.profile_scratch_size or None)
-        addresses = (a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args[3:])
-        self.compiled.launches.append(((x, y, z), stream, *addresses))
+
+PLAIN = {
+    "num_ctas": 1,
+    "shared": 4096,
+    "launch_cooperative_grid": False,
+    "global_scratch_size": 0,
+    "profile_scratch_size": 0,
+}
 
 
 class Compiled:
     """What Triton compiles a specialisation to: here, what it was launched with."""
 
-    def __init__(self, specialisation):
+    loaded: ClassVar[dict[int, Any]] = {}
+    special: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, specialisation, signature, options):
         self.specialisation = specialisation
-        self.function, self.packed_metadata = object(), object()
+        self.src = SimpleNamespace(signature=signature)
+        facts = {"num_warps": options.num_warps, "launch_pdl": getattr(options, "launch_pdl", False)}
+        self.metadata = SimpleNamespace(**{**PLAIN, **facts, **self.special})
+        self.packed_metadata = None
+        self.function = 1000 + len(self.loaded)
+        self.loaded[self.function] = self
         self.launches = []
-        self.run = Launcher(self)
+        self.kinds = kinds_of(signature)
 
     def launch_metadata(self, grid, stream, *args):
         return "metadata"
 
+    def run(self, x, y, z, stream, function, packed, metadata, enter_hook, exit_hook, *args):
+        """Triton's launcher."""
+        assert function == self.function
+        parameters = [packed_as(kind, flat(args)[place]) for place, kind in self.kinds] + [bytes(8)] * 2
+        attributes = [(PROGRAMMATIC_STREAM_SERIALIZATION, 1)] if self.metadata.launch_pdl else []
+        block = (32 * self.metadata.num_warps, 1, 1)
+        self.launches.append(Launched((x, y, z), block, self.metadata.shared, stream, attributes, parameters))
 
-@pytest.fixture(params=["3.6", "3.8"])
-def triton_calls(monkeypatch, request):
+
+def kinds_of(signature):
+    """What the launcher in C that Triton generates passes: places among the flat arguments and types, in order."""
+    source = make_launcher({}, signature, None)
+    declaration = re.search(r"static void _launch\(.*\) {", source)[0]
+    declared = {place: kind for kind, place in re.findall(r"(\w+) arg(\d+)\b", declaration)}
+    passed = re.search(r"void \*params\[\] = { (.*) };", source)[1].split(", ")
+    assert passed[-2:] == ["&global_scratch", "&profile_scratch"]
+    return [(int(name[4:]), declared[name[4:]]) for name in passed[:-2]]
+
+
+def flat(args):
+    return [inner for x in args for inner in (flat(x) if isinstance(x, tuple) else [x])]
+
+
+def packed_as(kind, value):
+    if isinstance(value, torch.Tensor):
+        value = value.data_ptr()
+    floats = {"uint32_t": "f", "uint64_t": "d"}  # Triton stores them so
+    return struct.pack(floats[kind] if isinstance(value, float) else FORMATS[kind], value)
+
+
+PROGRAMMATIC_STREAM_SERIALIZATION = int(
+    re.search(
+        r"CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION += (\d+)", Path(include_dirs[0], "cuda.h").read_text()
+    )[1]
+)
+
+
+class CudaDriver:
+    """cuLaunchKernelEx: reads what it is given as C lays it out."""
+
+    def __init__(self):
+        self.answers = []  # of the next calls; 0 when there is none
+        self.before = lambda: None  # what happens before it reads
+        prototype = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+        self.launch = prototype(self._launch)
+
+    def _launch(self, config, function, parameters, extra):
+        self.before()
+        answer = self.answers.pop(0) if self.answers else 0
+        if answer == 0:
+            *sizes, stream, attributes, count = struct.unpack("7I4xQQI", ctypes.string_at(config, 52))
+            pairs = [struct.unpack("I4xQ", ctypes.string_at(attributes + 72 * i, 16)) for i in range(count)]
+            compiled = Compiled.loaded[function]
+            formats = [FORMATS.get(kind, "f") for _, kind in compiled.kinds] + ["Q", "Q"]
+            where = struct.unpack(f"{len(formats)}Q", ctypes.string_at(parameters, 8 * len(formats)))
+            read = [ctypes.string_at(at, struct.calcsize(form)) for at, form in zip(where, formats, strict=True)]
+            launched = Launched(tuple(sizes[:3]), tuple(sizes[3:6]), sizes[6], stream, pairs, read)
+            compiled.launches.append(launched)
+        return answer
+
+
+@pytest.fixture
+def cuda_driver(monkeypatch):
+    found = CudaDriver()
+    monkeypatch.setattr(cuda, "_cu_launch", lambda: found.launch)
+    monkeypatch.setattr(Compiled, "loaded", {})
+    return found
+
+
+@pytest.fixture
+def triton_calls(monkeypatch, cuda_driver):
     """Makes ``_kernel`` launchable; the list of specialisations that Triton itself worked out, in order."""
     calls = []
 
-    def compiled(self, key, signature, device, *rest):
-        return self.device_caches[device][0].setdefault(key, Compiled(key))
+    def compiled(self, key, signature, device, constants, options, *rest):
+        return self.device_caches[device][0].setdefault(key, Compiled(key, signature, options))
 
     def run(self, *args, **kwargs):
         found = run_of_triton(self, *args, **kwargs)
@@ -88,15 +177,14 @@ def triton_calls(monkeypatch, request):
 
     device = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        get_current_device=lambda: torch.cuda.current_device(),
-        get_current_stream=lambda device: ("stream", max(device, 0)),  # -1 is the CPU, where these tensors are
+        get_current_device=lambda: torch._C._cuda_getDevice(),
+        get_current_stream=lambda device: 70 + max(device, 0),  # -1 is the CPU, where these tensors are
     )
     run_of_triton = JITFunction.run
     monkeypatch.setattr(JITFunction, "_do_compile", compiled)
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(driver, "_active", device)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(launcher, "_VERSION", request.param)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     return calls
 
 
@@ -145,16 +233,23 @@ def test_first_launch_is_tritons_the_next_is_not(kernel, triton_calls):
     launch(kernel, x, 3, y, out)
     assert specialisation_of(kernel) == first
     assert len(triton_calls) == 1
-    addresses = (x.data_ptr(), 3, y.data_ptr(), out.data_ptr())
-    assert first[1] == ((5, 1, 1), ("stream", 0), *addresses, (64, 1), 7, 0.5, None, 64)
+    addresses = [struct.pack("Q", t.data_ptr()) for t in (x, y, out)]
+    offset, stride, length, scale = (
+        struct.pack("i", 3),
+        struct.pack("i", 64),
+        struct.pack("i", 7),
+        struct.pack("f", 0.5),
+    )
+    parameters = [addresses[0], offset, *addresses[1:], stride, length, scale, bytes(8), bytes(8)]  # 1, None: constants
+    assert first[1] == Launched((5, 1, 1), (128, 1, 1), 4096, 70, [], parameters)
 
 
 def test_other_tensors_of_the_same_kind_are_what_is_launched(kernel, triton_calls):
     pairs = [(tensor(), tensor()) for _ in range(3)]
     for x, out in pairs:
         launch(kernel, x, None, None, out)
-    found = [(launched[2], launched[5]) for launched in launches_of(kernel)]
-    assert found == [(x.data_ptr(), out.data_ptr()) for x, out in pairs]
+    found = [launched.parameters[:2] for launched in launches_of(kernel)]
+    assert found == [[struct.pack("Q", t.data_ptr()) for t in pair] for pair in pairs]
     assert len(triton_calls) == 1
 
 
@@ -175,23 +270,23 @@ def random_arguments(draw):
     )
 
 
-@pytest.mark.parametrize("strides", [(64, 1), (64, 2), (63, 1), (0, 1)], ids=str)
-@pytest.mark.parametrize("window", [None, 1, 16, 17], ids=str)
+@pytest.mark.parametrize("strides", [(64, 1), (64, 2), (63, 1), (0, 1), (2**40, (None, 2))], ids=str)
+@pytest.mark.parametrize("window", [None, 1, 16, 17, True, False, 2.5, -(2**40), 2**63], ids=str)
 def test_always_the_kernel_that_triton_would_pick(strides, window, kernel, triton_calls):
-    """Hundreds of argument sets, in any order: whatever is remembered is what Triton works out for this very set."""
+    """Hundreds of argument sets, in any order: what Triton works out for this very set, and passes to the byte."""
     draw = random.Random(0)
     values = {"strides": strides, "window": window}
     ours, theirs = JITFunction(_kernel, do_not_specialize=["offset", "length"]), kernel
     kinds = set()
-    for _ in range(400):
+    for _ in range(200):
         arguments = random_arguments(draw)
         launch(ours, *arguments, **values)
         theirs[(5,)](*arguments, **{**VALUES, **values})
         found, expected = specialisation_of(ours), specialisation_of(theirs)
         assert found == expected
         kinds.add(found[0])
-    through_triton = len(triton_calls) - 400
-    assert len(kinds) <= through_triton < 400  # some kinds came again, and were not asked for again
+    through_triton = len(triton_calls) - 200
+    assert len(kinds) <= through_triton < 200  # some kinds came again, and were not asked for again
     assert len(kinds) > 100
 
 
@@ -238,8 +333,7 @@ def test_another_device(kernel, triton_calls, monkeypatch):
     def device(index):
         entered.append(index)
         with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "current_device", lambda: index)
-            patch.setattr(driver._active, "get_current_device", lambda: index)
+            patch.setattr(torch._C, "_cuda_getDevice", lambda: index)
             yield
 
     monkeypatch.setattr(torch.cuda, "device", device)
@@ -247,7 +341,7 @@ def test_another_device(kernel, triton_calls, monkeypatch):
     for y in (x, x.as_subclass(OnSecondDevice)) * 2:
         launch(kernel, y, 0, None, x)
     assert entered == [1, 1]
-    assert [launched[1] for launched in launches_of(kernel)] == [("stream", 0)] * 2 + [("stream", 1)] * 2
+    assert [launched.stream for launched in launches_of(kernel)] == [70] * 2 + [71] * 2
     assert len(triton_calls) == 2
 
 
@@ -268,13 +362,145 @@ def test_a_profiler_sees_every_launch(chain, kernel, triton_calls):
     assert len(launches_of(kernel)) == 4
 
 
-@pytest.mark.parametrize("kind", ["global", "profile"])
-def test_scratch_is_allocated_at_every_launch(kind, kernel, triton_calls, monkeypatch):
-    monkeypatch.setattr(Launcher, f"{kind}_scratch_size", 64)
+SPECIAL = {
+    "global scratch": {"global_scratch_size": 64},
+    "profile scratch": {"profile_scratch_size": 64},
+    "a cluster": {"num_ctas": 2},
+    "a cooperative grid": {"launch_cooperative_grid": True},
+    "oversized shared memory": {"shared": 229 << 10},
+}
+
+
+@pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
+def test_kernels_that_need_more_get_it_from_triton(special, kernel, triton_calls, monkeypatch):
+    monkeypatch.setattr(Compiled, "special", special)
     for _ in range(2):
-        launch(kernel, tensor(), 0, None, tensor())  # Launcher.launch looks at what it gets
-    assert len(launches_of(kernel)) == 2
+        launch(kernel, tensor(), 0, None, tensor())
+    assert len(triton_calls) == len(launches_of(kernel)) == 2
+
+
+def test_a_type_that_is_not_known_is_left_to_triton(kernel, triton_calls, monkeypatch):
+    monkeypatch.delitem(cuda._TYPES, "fp32")
+    for _ in range(2):
+        launch(kernel, tensor(), 0, None, tensor())
+    assert len(triton_calls) == 2
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_programmatic_dependent_launch(overlaps, kernel, triton_calls):
+    for _ in range(2):
+        launch(kernel, tensor(), 0, None, tensor(), launch_pdl=overlaps, num_warps=8)
+    tritons, ours = launches_of(kernel)
     assert len(triton_calls) == 1
+    assert ours.attributes == tritons.attributes == [(PROGRAMMATIC_STREAM_SERIALIZATION, 1)] * overlaps
+    assert ours.block == tritons.block == (256, 1, 1)
+
+
+def test_what_the_driver_refuses_is_asked_of_triton(kernel, triton_calls, cuda_driver):
+    """A thread that is new to CUDA has no context yet; Triton gives it one, and words the errors."""
+    arguments = (tensor(), 0, None, tensor())
+    launch(kernel, *arguments)
+    cuda_driver.answers = [201]
+    launch(kernel, *arguments)
+    assert len(triton_calls) == len(launches_of(kernel)) == 2
+    launch(kernel, *arguments)
+    assert len(triton_calls) == 2
+    assert len(launches_of(kernel)) == 3
+
+
+def test_two_threads_launch_what_they_were_given(kernel, triton_calls, cuda_driver):
+    """The second comes while the driver is about to read what the first gave it."""
+    mine, other, out = tensor(), tensor(), tensor()
+    launch(kernel, mine, 0, None, out)
+    second = threading.Thread(target=lambda: launch(kernel, other, 0, None, out))
+
+    def interrupt():
+        cuda_driver.before = lambda: None
+        second.start()
+        second.join(0.05)
+
+    cuda_driver.before = interrupt
+    launch(kernel, mine, 0, None, out)
+    second.join()
+    found = [launched.parameters[0] for launched in launches_of(kernel)]
+    assert found == [struct.pack("Q", x.data_ptr()) for x in (mine, mine, other)]
+    assert len(triton_calls) == 1
+
+
+def test_one_launch_then_another(kernel, triton_calls):
+    """Both get what the call holds; the second takes more of what is made."""
+    x, made = tensor(), (tensor(), tensor(torch.float16))
+    call, later = Call(x=x), JITFunction(_later)
+    then = Launch(later, 3, call, (), ("partial", "out"), num_warps=2)
+    first = Launch(kernel, 5, call, ("x", "offset", "y"), ("out",), then, **VALUES)
+    for _ in range(2):
+        first(call, *made)
+    assert len(triton_calls) == 2
+    for launched in launches_of(kernel):
+        assert launched.parameters[:2] == [struct.pack("Q", t.data_ptr()) for t in (x, made[0])]
+    for launched in launches_of(later):
+        assert launched.grid == (3, 1, 1)
+        assert launched.parameters == [*[struct.pack("Q", t.data_ptr()) for t in made], bytes(8), bytes(8)]
+
+
+def _later(partial, out):
+    pass
+
+
+def test_a_profiler_sees_both_launches(kernel, triton_calls):
+    call, later = Call(x=tensor()), JITFunction(_later)
+    then = Launch(later, 3, call, (), ("partial", "out"))
+    first = Launch(kernel, 5, call, ("x", "offset", "y"), ("out",), then, **VALUES)
+    knobs.runtime.launch_enter_hook.add(print)
+    try:
+        for _ in range(2):
+            first(call, tensor(), tensor())
+    finally:
+        knobs.runtime.launch_enter_hook.remove(print)
+    assert len(triton_calls) == 4
+
+
+def _all_of_it(x, offset, y, out, strides, length, scale, window, flag, BLOCK: tl.constexpr):
+    value = length + strides[0] + offset + tl.load(x)
+    tl.store(out, value * scale + window, mask=flag)
+
+
+def test_a_compiled_kernel_takes_what_is_passed():
+    """By its PTX: as many parameters, as wide, in this order."""
+    signature = {"x": "*fp32", "offset": "i64", "y": "constexpr", "out": "*fp32", "strides": ("i32", "constexpr")}
+    signature |= {"length": "i32", "scale": "fp32", "window": "fp64", "flag": "u1", "BLOCK": "constexpr"}
+    constants = {(2,): None, (4, 1): 1, (9,): 64}
+    source = ASTSource(JITFunction(_all_of_it), signature, constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    wide = [int(bits) // 8 for bits in re.findall(r"\.param \.\w(\d+)", compiled.asm["ptx"])]
+    assert wide == [8, 8, 8, 4, 4, 4, 8, 1, 8, 8]
+    assert compiled.src.signature == signature
+    assert [getattr(compiled.metadata, name) for name in PLAIN if name != "shared"] == [1, False, 0, 0]
+    values = {"offset": 2**40, "strides": (64, 1), "length": 7, "scale": 0.5, "window": 2.5, "flag": True}
+    arguments = cuda._arguments(compiled.src.signature, ("x", "out"), values)
+    sizes = [8 if kind[0] == "*" else ctypes.sizeof(cuda._TYPES[kind]) for kind, _ in arguments]
+    assert [*sizes, 8, 8] == wide
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_structures_are_those_of_cuda(tmp_path):
+    """Against the header, by a compiler of C."""
+    asked = {
+        "sizeof(CUlaunchAttribute)": ctypes.sizeof(cuda._Attribute),
+        "sizeof(CUlaunchConfig)": ctypes.sizeof(cuda._Config),
+        "offsetof(CUlaunchAttribute, value)": cuda._Attribute.value.offset,
+        "offsetof(CUlaunchConfig, blockDimX)": cuda._Config.block.offset,
+        "offsetof(CUlaunchConfig, sharedMemBytes)": cuda._Config.shared.offset,
+        "offsetof(CUlaunchConfig, hStream)": cuda._Config.stream.offset,
+        "offsetof(CUlaunchConfig, attrs)": cuda._Config.attributes.offset,
+        "offsetof(CUlaunchConfig, numAttrs)": cuda._Config.num_attributes.offset,
+        "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION": cuda._OVERLAPS.id,
+    }
+    asserts = "".join(f'_Static_assert({name} == {ours}, "{name}");\n' for name, ours in asked.items())
+    source = tmp_path / "layout.c"
+    source.write_text(f"#include <stddef.h>\n#include <cuda.h>\n{asserts}")
+    command = ["gcc", "-fsyntax-only", f"-I{include_dirs[0]}", source]
+    assert subprocess.run(command, capture_output=True, text=True, check=False).stderr == ""
 
 
 def test_other_targets_are_left_to_triton(kernel, triton_calls, monkeypatch):
