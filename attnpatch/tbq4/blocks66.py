@@ -118,7 +118,8 @@ def _from_bytes(data: bytes, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     needed = math.prod(shape) // LARGEST_BLOCK * NUM_BYTES
     if len(data) != needed:
         raise ValueError(
-            f"vectors of shape {tuple(shape)} are {needed} bytes, {NUM_BYTES} per {LARGEST_BLOCK} channels; got {len(data)}"
+            f"vectors of shape {tuple(shape)} are {needed} bytes, {NUM_BYTES} per {LARGEST_BLOCK} channels; "
+            f"got {len(data)}"
         )
     blocks = torch.from_numpy(np.frombuffer(data, np.uint8).reshape(-1, NUM_BYTES).copy())
     return blocks[:, :2].contiguous().view(torch.float16)[:, 0], unpack(blocks[:, 2:])
