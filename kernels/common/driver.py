@@ -1,4 +1,4 @@
-"""Launch a kernel that Triton has compiled and loaded by one call of the CUDA driver.
+"""Launch kernels that Triton has compiled and loaded by one call each of the CUDA driver.
 
 Triton's own launcher parses all arguments of the kernel at every launch. Here all but the addresses of tensors are
 laid out once, just as it lays them out (``_launch`` in triton/backends/nvidia/driver.py or driver.c): each argument
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 _TYPES: dict[str, Any] = {
     "i1": ctypes.c_int8,
@@ -51,39 +51,67 @@ class _Config(ctypes.Structure):
 _OVERLAPS = _Attribute(6, (1,))  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
-def driver_launch(
-    compiled: Any, programs: int, names: Sequence[str], values: dict[str, Any], stream_of: Callable[[int], int]
-) -> Callable[[int, Sequence[int]], int] | None:
-    """What launches ``compiled`` on a device, given the addresses of its tensors.
+class Loaded(NamedTuple):
+    """A kernel that Triton has launched, and all that it takes.
 
     Args:
-        compiled: what a launch of Triton's returns; it is loaded.
+        compiled: what the launch returned.
         programs: size of the grid.
-        names: the kernel's arguments that are tensors.
-        values: the others.
+        places: its arguments that are tensors, and where among the addresses of a launch theirs come.
+        values: its other arguments by name.
+    """
+
+    compiled: Any
+    programs: int
+    places: dict[str, int]
+    values: dict[str, Any]
+
+
+def driver_launch(
+    kernels: Sequence[Loaded], num_addresses: int, stream_of: Callable[[int], int]
+) -> Callable[[int, Sequence[int]], bool] | None:
+    """What launches ``kernels`` one after the other, or None when one of them needs more than is known here.
+
+    Args:
+        kernels: at least one.
+        num_addresses: how many addresses a launch is given.
         stream_of: the current stream of a device.
 
     Returns:
-        A function of the device, which is the current one, and the addresses in the order of ``names``, whose result
-        is the driver's: 0 when it has launched. None for a kernel that needs more than is known here.
+        A function of a device, which is the current one, and of addresses; it says whether the driver took them all.
     """
-    arguments = _arguments(compiled.src.signature, names, values)
-    if not _is_plain(compiled.metadata) or any(kind not in _TYPES for kind, _ in arguments if kind[0] != "*"):
+    if not all(_is_plain(kernel) for kernel in kernels):
         return None
-    addresses: Any = (ctypes.c_uint64 * len(names))()
-    parameters = _parameters(arguments, names, addresses)
-    parameters.kept += (compiled,)  # which unloads itself when nobody keeps it, from Triton 3.8 on
-    config = _config(compiled.metadata, programs)
-    function, by_reference = ctypes.c_void_p(compiled.function), ctypes.byref(config)
-    cu_launch, lock = _cu_launch(), Lock()
+    addresses: Any = (ctypes.c_uint64 * num_addresses)()
+    launches = [_launch(kernel, addresses) for kernel in kernels]
+    lock = Lock()
 
-    def launch(device: int, given: Sequence[int]) -> int:
+    def launch(device: int, given: Sequence[int]) -> bool:
         with lock:  # another thread may be launching, too
             addresses[:] = given
-            config.stream = stream_of(device)
-            return cu_launch(by_reference, function, parameters, None)
+            stream = stream_of(device)
+            for config, cu_launch in launches:
+                config.stream = stream
+                if cu_launch() != 0:
+                    return False
+            return True
 
     return launch
+
+
+def _is_plain(kernel: Loaded) -> bool:
+    """Whether the kernel needs no scratch memory, no cluster, no cooperative grid, and takes what _TYPES has."""
+    facts = kernel.compiled.metadata
+    scratch = facts.global_scratch_size or facts.profile_scratch_size
+    special = scratch or facts.launch_cooperative_grid or facts.num_ctas != 1 or facts.shared > _MAX_SHARED
+    return not special and all(kind in _TYPES or kind[0] == "*" for kind, _ in _arguments(kernel))
+
+
+def _launch(kernel: Loaded, addresses: Any) -> tuple[_Config, Callable[[], int]]:
+    """What holds the stream, and cuLaunchKernelEx with all its arguments."""
+    config, parameters = _config(kernel), _parameters(kernel, addresses)
+    function = ctypes.c_void_p(kernel.compiled.function)
+    return config, partial(_cu_launch(), ctypes.byref(config), function, parameters, None)
 
 
 @cache
@@ -91,17 +119,33 @@ def _cu_launch() -> Any:
     return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
 
 
-def _is_plain(metadata: Any) -> bool:
-    """Whether the kernel needs no scratch memory, no cluster, no cooperative grid."""
-    scratch = metadata.global_scratch_size or metadata.profile_scratch_size
-    special = scratch or metadata.launch_cooperative_grid or metadata.num_ctas != 1
-    return not special and metadata.shared <= _MAX_SHARED
+def _config(kernel: Loaded) -> _Config:
+    facts = kernel.compiled.metadata
+    attributes = [_OVERLAPS] if facts.launch_pdl else []
+    array = (_Attribute * len(attributes))(*attributes)
+    return _Config((kernel.programs, 1, 1), (32 * facts.num_warps, 1, 1), facts.shared, None, array, len(attributes))
 
 
-def _arguments(signature: dict[str, Any], names: Sequence[str], values: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Type and value of all that the kernel takes; the value of a tensor is its name."""
-    given = {name: name if name in names else values.get(name) for name in signature}
-    return [pair for name, kind in signature.items() for pair in _flat(kind, given[name])]
+def _parameters(kernel: Loaded, addresses: Any) -> Any:
+    """``void**``: where each argument lies."""
+    arguments = _arguments(kernel)
+    numbers = (ctypes.c_uint64 * (len(arguments) + _SCRATCH))()
+    where = [ctypes.addressof(numbers) + 8 * place for place in range(len(numbers))]
+    for place, (kind, value) in enumerate(arguments):
+        if kind[0] == "*":
+            where[place] = ctypes.addressof(addresses) + 8 * value
+        else:
+            _TYPES[kind].from_buffer(numbers, 8 * place).value = value
+    parameters: Any = (ctypes.c_void_p * len(where))(*where)
+    parameters.kept = numbers, addresses, kernel  # which unloads itself when nobody keeps it, from Triton 3.8 on
+    return parameters
+
+
+def _arguments(kernel: Loaded) -> list[tuple[str, Any]]:
+    """Type and value of all that the kernel takes; the value of a tensor is the place of its address."""
+    given = {**kernel.values, **kernel.places}
+    signature = kernel.compiled.src.signature
+    return [argument for name, kind in signature.items() for argument in _flat(kind, given.get(name))]
 
 
 def _flat(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
@@ -111,24 +155,3 @@ def _flat(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _flat(inner, element)
     elif kind != "constexpr":
         yield kind, value
-
-
-def _parameters(arguments: list[tuple[str, Any]], names: Sequence[str], addresses: Any) -> Any:
-    """``void**``: where each argument lies. It keeps what it points to."""
-    numbers = (ctypes.c_uint64 * (len(arguments) + _SCRATCH))()
-    where = [ctypes.addressof(numbers) + 8 * place for place in range(len(numbers))]
-    for place, (kind, value) in enumerate(arguments):
-        if kind[0] == "*":
-            where[place] = ctypes.addressof(addresses) + 8 * names.index(value)
-        else:
-            _TYPES[kind].from_buffer(numbers, 8 * place).value = value
-    parameters: Any = (ctypes.c_void_p * len(where))(*where)
-    parameters.kept = numbers, addresses
-    return parameters
-
-
-def _config(metadata: Any, programs: int) -> _Config:
-    attributes = [_OVERLAPS] if metadata.launch_pdl else []
-    block = (32 * metadata.num_warps, 1, 1)
-    array = (_Attribute * len(attributes))(*attributes)
-    return _Config((programs, 1, 1), block, metadata.shared, None, array, len(attributes))

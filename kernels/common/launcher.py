@@ -9,10 +9,11 @@ but where their tensors lie; what is then left to look at is the addresses, whic
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,7 +22,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from attnpatch.kernels.common.driver import driver_launch
+from attnpatch.kernels.common.driver import Loaded, driver_launch
 
 _VERSION = ".".join(triton.__version__.split(".")[:2])
 
@@ -29,20 +30,36 @@ KNOWN = ("3.6", "3.7", "3.8")
 """Versions of Triton whose kernels take what :func:`driver_launch` gives; under others all launches go through it."""
 
 
+class _Kernel(NamedTuple):
+    """One kernel of a launch: which of the tensors given are its arguments of these names, and its other arguments."""
+
+    function: Any
+    programs: int
+    places: dict[str, int]
+    values: dict[str, Any]
+
+    def launch(self, given: tuple[Any, ...]) -> Any:
+        """Through Triton, which says what it has launched."""
+        tensors = {name: given[place] for name, place in self.places.items()}
+        return self.function[(self.programs,)](**tensors, **self.values)
+
+
 class Launch:
     """A kernel with its grid and all arguments but the addresses of its tensors.
 
     Addresses that are multiples of 16 where none was before, or the reverse, go through Triton, which compiles or
     finds the kernel for them; that kernel is remembered, and later ones are handed to the driver as Triton itself
-    would. In Triton's interpreter, and while a profiler listens to its launches, all go through Triton.
+    would. In Triton's interpreter, and while a profiler listens to its launches, all go through Triton. So do those
+    that the driver refuses: Triton gives a thread its context, and words the errors.
 
     Args:
-        kernel: a ``triton.jit`` function.
+        kernel: a ``triton.jit`` function. To launch it twice does no harm.
         programs: size of the grid's axis 0, the only one.
         call: the call of the plan, a NamedTuple; none of its tensors is kept.
         takes: its fields that the kernel takes. Those that hold None or a number do so in every later call.
         makes: the kernel's other tensors, each of one dtype: outputs, which whoever launches allocates.
-        then: the launch that follows, of the same call. What it makes begins with ``makes`` whatever the names.
+        then: the launch that follows at once, of the same call. What it makes begins with what this one makes, by
+            whatever names.
         values: all other arguments by name, and num_warps, num_stages.
     """
 
@@ -56,24 +73,24 @@ class Launch:
         then: Launch | None = None,
         **values: Any,
     ) -> None:
-        fields = call._asdict()
+        fields, names = call._asdict(), (*call._fields, *makes)
         tensors = [name for name in takes if isinstance(fields[name], Tensor)]
-        names = (*call._fields, *makes)
-        self._kernel = kernel
-        self._programs = programs
+        places = {name: names.index(name) for name in (*tensors, *makes)}
+        values |= {name: fields[name] for name in takes if name not in tensors}
+        self._kernels: tuple[_Kernel, ...] = (
+            _Kernel(kernel, programs, places, values),
+            *(then._kernels if then else ()),
+        )
+        self._places = sorted({place for kernel in self._kernels for place in kernel.places.values()})
         self._device = next(x.get_device() for x in call if isinstance(x, Tensor))
-        self._names = (*tensors, *makes)
-        self._places = [names.index(name) for name in self._names]
-        self._values = {name: fields[name] for name in takes if name not in tensors} | values
-        self._remembered: dict[int | tuple[bool, ...], Callable[[int, list[int]], int]] = {}
-        self._then = then
+        self._remembered: dict[int | tuple[bool, ...], Callable[[int, list[int]], bool]] = {}
 
     def __call__(self, call: tuple[Any, ...], *made: Tensor) -> None:
-        """Launch, and what follows, on the current stream of the tensors' device.
+        """Launch on the current stream of the tensors' device.
 
         Args:
             call: one that the plan serves.
-            made: the tensors called ``makes``.
+            made: the tensors called ``makes``, by the last launch.
         """
         given = (*call, *made)
         if self._device < 0 or self._device == torch._C._cuda_getDevice():
@@ -86,23 +103,26 @@ class Launch:
         addresses = [given[place].data_ptr() for place in self._places]
         misaligned = reduce(or_, addresses) % 16 and tuple([address % 16 != 0 for address in addresses])
         ready = self._remembered.get(misaligned)
-        runtime = knobs.runtime
-        if (
-            ready is None
-            or runtime.launch_enter_hook.calls
-            or runtime.launch_exit_hook.calls
-            or ready(self._device, addresses) != 0
-        ):
+        hooks = knobs.runtime
+        heard = hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls
+        if ready is None or heard or not ready(self._device, addresses):
             self._through_triton(misaligned, given)
-        if self._then is not None:
-            self._then._launch(given)
 
     def _through_triton(self, misaligned: int | tuple[bool, ...], given: tuple[Any, ...]) -> None:
-        """Where the driver said no, Triton gives this thread its context and asks again, or raises what is wrong."""
-        arguments = {name: given[place] for name, place in zip(self._names, self._places, strict=True)}
-        compiled = self._kernel[(self._programs,)](**arguments, **self._values)
-        known = isinstance(self._kernel, JITFunction) and _VERSION in KNOWN
-        if known and driver.active.get_current_target().backend == "cuda":
-            ready = driver_launch(compiled, self._programs, self._names, self._values, driver.active.get_current_stream)
+        compiled = [kernel.launch(given) for kernel in self._kernels]
+        functions = [kernel.function for kernel in self._kernels]
+        if _is_known(functions):
+            loaded = [self._loaded(*pair) for pair in zip(self._kernels, compiled, strict=True)]
+            ready = driver_launch(loaded, len(self._places), driver.active.get_current_stream)
             if ready is not None:
                 self._remembered[misaligned] = ready
+
+    def _loaded(self, kernel: _Kernel, compiled: Any) -> Loaded:
+        places = {name: self._places.index(place) for name, place in kernel.places.items()}
+        return Loaded(compiled, kernel.programs, places, kernel.values)
+
+
+def _is_known(functions: list[Any]) -> bool:
+    """Whether the driver can be asked to launch what Triton has."""
+    compiled = _VERSION in KNOWN and all(isinstance(function, JITFunction) for function in functions)
+    return compiled and sys.platform == "linux" and driver.active.get_current_target().backend == "cuda"

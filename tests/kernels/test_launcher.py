@@ -447,6 +447,38 @@ def _later(partial, out):
     pass
 
 
+def test_the_second_of_two_is_refused(kernel, triton_calls, cuda_driver):
+    call, later = Call(x=tensor()), JITFunction(_later)
+    then = Launch(later, 3, call, (), ("partial", "out"))
+    first = Launch(kernel, 5, call, ("x", "offset", "y"), ("out",), then, **VALUES)
+    made = tensor(), tensor()
+    first(call, *made)
+    cuda_driver.answers = [0, 700]
+    first(call, *made)
+    assert len(triton_calls) == 4
+    assert [len(launches_of(each)) for each in (kernel, later)] == [3, 2]
+
+
+@pytest.mark.parametrize("unknown", [0, 1])
+def test_one_of_two_needs_more(unknown, triton_calls, monkeypatch):
+    kernels = JITFunction(_kernel), JITFunction(_later)
+    plain = cuda._is_plain
+    monkeypatch.setattr(cuda, "_is_plain", lambda kernel: plain(kernel) and (kernel.programs == 3) != bool(unknown))
+    call = Call(x=tensor())
+    first = Launch(
+        kernels[0],
+        5,
+        call,
+        ("x", "offset", "y"),
+        ("out",),
+        Launch(kernels[1], 3, call, (), ("partial", "out")),
+        **VALUES,
+    )
+    for _ in range(2):
+        first(call, tensor(), tensor())
+    assert len(triton_calls) == 4
+
+
 def test_a_profiler_sees_both_launches(kernel, triton_calls):
     call, later = Call(x=tensor()), JITFunction(_later)
     then = Launch(later, 3, call, (), ("partial", "out"))
@@ -477,7 +509,7 @@ def test_a_compiled_kernel_takes_what_is_passed():
     assert compiled.src.signature == signature
     assert [getattr(compiled.metadata, name) for name in PLAIN if name != "shared"] == [1, False, 0, 0]
     values = {"offset": 2**40, "strides": (64, 1), "length": 7, "scale": 0.5, "window": 2.5, "flag": True}
-    arguments = cuda._arguments(compiled.src.signature, ("x", "out"), values)
+    arguments = cuda._arguments(cuda.Loaded(compiled, 1, {"x": 0, "out": 1}, values))
     sizes = [8 if kind[0] == "*" else ctypes.sizeof(cuda._TYPES[kind]) for kind, _ in arguments]
     assert [*sizes, 8, 8] == wide
 
