@@ -221,7 +221,7 @@ def test_lengths_from_1e_4_to_1e4_survive(head_dim, exponent, sparse, seed):
     x *= 10**exponent / x.norm(dim=-1, keepdim=True)
     found = tbq4.decode(*tbq4.encode(x), head_dim, torch.float32)
     torch.testing.assert_close(found.norm(dim=-1), x.norm(dim=-1), rtol=5.1e-4, atol=0)
-    assert torch.cosine_similarity(found, x).min() > 0.8  # lowest where a rotated block is one channel: levels end
+    assert torch.cosine_similarity(found, x).min() > 0.7  # worst where few channels hold a rotated block: levels end
 
 
 @settings(max_examples=80, deadline=None)
