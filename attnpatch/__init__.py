@@ -7,6 +7,7 @@ print(attnpatch.report(model))
 cache = attnpatch.PagedCache(model.config, 512)  # for model.generate(..., past_key_values=cache)
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attnpatch.errors import AttentionNotPatched, NoBackend
@@ -17,6 +18,7 @@ from attnpatch.rewriting import rewrite
 
 if TYPE_CHECKING:
     from attnpatch.caches.paged import PagedCache as PagedCache
+    from attnpatch.caches.tbq4 import TBQ4Cache as TBQ4Cache
 
 __version__ = "0.1.0"
 
@@ -34,10 +36,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """PagedCache is imported when it is asked for: it needs transformers, and ``import attnpatch`` does not."""
-    if name != "PagedCache":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from attnpatch.caches.paged import PagedCache
+_CACHES = {"PagedCache": "attnpatch.caches.paged", "TBQ4Cache": "attnpatch.caches.tbq4"}
 
-    return PagedCache
+
+def __getattr__(name: str) -> Any:
+    """Caches are imported when they are asked for: they need transformers, and ``import attnpatch`` does not."""
+    if name not in _CACHES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_CACHES[name]), name)

@@ -11,16 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
 
+from attnpatch.caches.forward import FIRST_CAPACITY, inputs_of, takes_padded_keys, with_padded_mask
 from attnpatch.caches.pages import PageAllocator, PageTable
 from attnpatch.ops import cache_write
 
 OnFull = Callable[["PagedCache", int], bool]
-
-FIRST_CAPACITY = 256
-"""Tokens that the first block table has room for: a short chat runs in the graphs of its first turn."""
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 """Windows and chunks are a matter of the mask: their layers keep every token."""
@@ -231,20 +228,14 @@ class PagedCache(Cache):
             attnpatch.caches.pages.OutOfPages: the pool is full; nothing was changed.
             ValueError: the cache holds another number of sequences, or ``arguments`` name no input.
         """
-        inputs = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
-        if not inputs:
-            raise ValueError(f"a PagedCache needs input_ids or inputs_embeds by name; got {', '.join(arguments)}")
-        batch, new = inputs[0].shape[:2]
+        inputs = inputs_of(arguments, "PagedCache")
+        batch, new = inputs.shape[:2]
         self._reserve(batch, new)
         self.sequences.hooked = True
-        can_compile = getattr(model, "_can_compile_fullgraph", True)
-        self.sequences.padded = can_compile and not _returns_weights(model, arguments)
+        self.sequences.padded = takes_padded_keys(model, arguments)
         if not self.sequences.padded:
             return arguments
-        mask = arguments.get("attention_mask")
-        if mask is None:  # every key up to the capacity would count where transformers builds no mask
-            mask = inputs[0].new_ones(batch, self.sequences.table.length + new, dtype=torch.int64)
-        return {**arguments, "attention_mask": _padded(mask, self.sequences.capacity())}
+        return with_padded_mask(arguments, inputs, self.sequences.table.length + new, self.sequences.capacity())
 
     def after_forward(self, stored: bool) -> None:
         """End what :meth:`before_forward` began; ``stored`` says whether the model ran to its end."""
@@ -337,23 +328,6 @@ class PagedCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep forks of these rows: ids, which may repeat, or a bool per row."""
         self.sequences.table.select(torch.arange(max(self.batch_size, 0))[indices.cpu()].tolist())
-
-
-def _returns_weights(model: nn.Module, arguments: dict[str, Any]) -> bool:
-    """Whether the caller gets attention weights, whose width is the number of keys."""
-    given = arguments.get("output_attentions")
-    return bool(getattr(getattr(model, "config", None), "output_attentions", False) if given is None else given)
-
-
-def _padded(mask: Any, width: int) -> Any:
-    """A mask ``[..., keys]``, or one per type of layer, with hidden keys appended.
-
-    1 and True show a key in two dimensions, 0.0 in more.
-    """
-    if not isinstance(mask, Tensor):
-        return {name: one if one is None else _padded(one, width) for name, one in mask.items()}
-    hidden = torch.finfo(mask.dtype).min if mask.dim() > 2 and mask.is_floating_point() else 0
-    return pad(mask, (0, width - mask.shape[-1]), value=hidden)
 
 
 def _dimensions(config: Any) -> tuple[int, int, int]:

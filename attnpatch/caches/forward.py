@@ -1,0 +1,65 @@
+"""What caches do around a model's forward: its inputs by name, and masks as wide as the keys that come back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+FIRST_CAPACITY = 256
+"""Tokens that a cache has room for at first: a short chat runs in the graphs of its first turn."""
+
+
+def inputs_of(arguments: dict[str, Any], cache: str) -> Tensor:
+    """Ids or embeddings ``[batch, new, ..]`` among the arguments of a model's forward.
+
+    Raises:
+        ValueError: there are none.
+    """
+    inputs = [arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None]
+    if not inputs:
+        raise ValueError(f"a {cache} needs input_ids or inputs_embeds by name; got {', '.join(arguments)}")
+    return inputs[0]
+
+
+def takes_padded_keys(model: nn.Module, arguments: dict[str, Any]) -> bool:
+    """Whether a forward may get more keys than are stored, which its mask hides, so that its graphs serve any length.
+
+    Not a model that transformers runs on no static cache, nor one whose caller gets attention weights: their width is
+    the number of keys.
+    """
+    given = arguments.get("output_attentions")
+    by_config = getattr(getattr(model, "config", None), "output_attentions", False)
+    return getattr(model, "_can_compile_fullgraph", True) and not (by_config if given is None else given)
+
+
+def with_padded_mask(
+    arguments: dict[str, Any], inputs: Tensor, length: int, capacity: int, other: Collection[str] = ()
+) -> dict[str, Any]:
+    """Arguments whose mask, made of ones where there is none, hides the keys from ``length`` to ``capacity``.
+
+    Args:
+        arguments: of the forward.
+        inputs: what :func:`inputs_of` returns.
+        length: keys stored when the forward ends.
+        capacity: keys that the layers return.
+        other: types of layers that return as many as they store, for masks given by type of layer.
+    """
+    mask = arguments.get("attention_mask")
+    if mask is None:  # every key up to the capacity would count where transformers builds no mask
+        mask = inputs.new_ones(inputs.shape[0], length, dtype=torch.int64)
+    return {**arguments, "attention_mask": _padded(mask, capacity, other)}
+
+
+def _padded(mask: Any, width: int, other: Collection[str]) -> Any:
+    """A mask ``[..., keys]``, or one per type of layer, with hidden keys appended.
+
+    1 and True show a key in two dimensions, 0.0 in more.
+    """
+    if not isinstance(mask, Tensor):
+        return {kind: x if x is None or kind in other else _padded(x, width, ()) for kind, x in mask.items()}
+    hidden = torch.finfo(mask.dtype).min if mask.dim() > 2 and mask.is_floating_point() else 0
+    return pad(mask, (0, width - mask.shape[-1]), value=hidden)

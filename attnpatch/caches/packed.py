@@ -1,0 +1,227 @@
+"""Layers of a cache in 4 bits, 8 bits or none of these: buffers of one capacity, and the tokens that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from attnpatch.attention_call import MAX_APPEND
+from attnpatch.caches.forward import FIRST_CAPACITY
+from attnpatch.ops import cache_write
+from attnpatch.tbq4 import blocks_of, decode
+
+
+class Format(NamedTuple):
+    """How one of K and V is kept.
+
+    Args:
+        empty: of states ``[batch, num_kv_heads, new, head_dim]`` and a capacity, makes zeroed codes
+            ``[batch, num_kv_heads, capacity, ..]`` and their scale, or None where there is none.
+        read: of codes, scale and such states, makes ``[batch, num_kv_heads, capacity, head_dim]`` in their dtype.
+    """
+
+    empty: Callable[[Tensor, int], tuple[Tensor, Tensor | None]]
+    read: Callable[[Tensor, Any, Tensor], Tensor]
+
+
+def _zeros(states: Tensor, capacity: int, *last: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(*states.shape[:2], capacity, *last, dtype=dtype, device=states.device)
+
+
+def _empty_tbq4(states: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    codes = _zeros(states, capacity, states.shape[3] // 2, dtype=torch.uint8)
+    return codes, _zeros(states, capacity, len(blocks_of(states.shape[3])), dtype=torch.float16)
+
+
+def _empty_int8(states: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    codes = _zeros(states, capacity, states.shape[3], dtype=torch.int8)
+    return codes, _zeros(states, capacity, dtype=torch.float32)
+
+
+FORMATS = {
+    "tbq4": Format(_empty_tbq4, lambda codes, norms, like: decode(codes, norms, like.shape[3], like.dtype)),
+    "int8": Format(_empty_int8, lambda codes, scale, like: (codes.float() * scale[..., None]).to(like.dtype)),
+    "dense": Format(lambda x, capacity: (_zeros(x, capacity, x.shape[3], dtype=x.dtype), None), lambda x, *_: x),
+}
+KEYS, VALUES = ("tbq4", "int8", "dense"), ("tbq4", "dense")
+
+
+class Tokens:
+    """What all layers of a cache share: how much it holds, and the forward in progress.
+
+    Args:
+        limit: tokens that buffers are made for at once, and that are never exceeded; None = they grow.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit, self.capacity = limit, limit or FIRST_CAPACITY
+        self.length = self.new = 0
+        self.hooked = False
+        """Whether the caller of the model began this forward and will end it (see before_forward)."""
+        self.padded = False
+        """Whether this forward reads buffers up to their capacity, so that its graphs serve any length."""
+        self.first = True
+        """Whether nothing is stored before this forward."""
+        self.position = torch.zeros((), dtype=torch.int64)
+        """``length`` on the device."""
+
+    def begin(self, new: int, device: torch.device) -> None:
+        """Room for ``new`` tokens more, on paper: the layers' buffers follow ``capacity``."""
+        needed = self.length + new
+        if self.limit is not None and needed > self.limit:
+            raise ValueError(
+                f"the cache holds {self.length} tokens and was given {new} more; max_cache_len is {self.limit}. "
+                "Make it larger, or None, which lets the cache grow"
+            )
+        self.new, self.first = new, self.length == 0
+        if self.first or needed > self.capacity:
+            self.capacity = self.limit or max(FIRST_CAPACITY, 1 << (needed - 1).bit_length())
+        with torch.no_grad(), torch.inference_mode(False):
+            if self.position.device != device:
+                self.position = torch.zeros((), dtype=torch.int64, device=device)
+            self.position.fill_(self.length)
+
+
+class PackedLayer(CacheLayerMixin):
+    """One layer's buffers.
+
+    Args:
+        index: of the layer, for messages.
+        tokens: what the cache's layers share.
+        keys: name of the format of K.
+        values: likewise of V.
+        centre_keys: whether K is kept as its difference to its mean over the tokens of the first forward.
+    """
+
+    is_croppable = True
+    is_sliding = False
+    keys: Any  # tensors, or None in an empty cache
+    values: Any
+    key_scale: Tensor | None
+    value_scale: Tensor | None
+    centre: Tensor | None
+
+    def __init__(self, index: int, tokens: Tokens, keys: str, values: str, centre_keys: bool) -> None:
+        super().__init__()
+        self.index, self.tokens, self.formats, self.centre_keys = index, tokens, (keys, values), centre_keys
+        self.reset()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make empty buffers of the cache's capacity for states like these.
+
+        Raises:
+            ValueError: a head_dim that TBQ4 cannot cut into blocks.
+        """
+        for name, states in zip(self.formats, (key_states, value_states), strict=True):
+            if name == "tbq4" and states.shape[3] % 8:
+                raise ValueError(
+                    f"layer {self.index} has heads of {states.shape[3]} channels; TBQ4 keeps multiples of 8. "
+                    f"Keep the layer dense: TBQ4Cache(model, skip_layers=({self.index},))"
+                )
+        capacity = self.tokens.capacity
+        with torch.inference_mode(False):  # tensors that live longer than one call are never of an inference mode
+            self.keys, self.key_scale = FORMATS[self.formats[0]].empty(key_states, capacity)
+            self.values, self.value_scale = FORMATS[self.formats[1]].empty(value_states, capacity)
+        self.device, self.is_initialized = key_states.device, True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write to the buffers, which have room; see :meth:`attnpatch.TBQ4Cache.update`."""
+        tokens = self.tokens
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            if self.centre_keys:
+                self.centre = key_states.detach().mean(dim=2, keepdim=True)
+        position = tokens.position
+        if position.device != key_states.device:
+            position = position.to(key_states.device)
+        centred = key_states if self.centre is None else key_states - self.centre
+        cache_write(self.keys, self.values, centred, value_states, position, None, self.key_scale, self.value_scale)
+        if tokens.first:
+            return key_states, value_states
+        keys = self._read(0, self.keys, self.key_scale, key_states)
+        if self.centre is not None:
+            keys = keys + self.centre
+        values = self._read(1, self.values, self.value_scale, value_states)
+        return self._attended(0, keys, key_states, position), self._attended(1, values, value_states, position)
+
+    def _read(self, which: int, codes: Tensor, scale: Tensor | None, states: Tensor) -> Tensor:
+        if not self.tokens.padded:
+            end = self.tokens.length + states.shape[2]
+            codes, scale = codes[:, :, :end], None if scale is None else scale[:, :, :end]
+        return FORMATS[self.formats[which]].read(codes, scale, states)
+
+    def _attended(self, which: int, stored: Tensor, new: Tensor, first: Tensor) -> Tensor:
+        """What is stored, with ``new`` as it was where it is many tokens, and where gradients must reach it.
+
+        Few tokens are read as they are stored, so that a result does not depend on how tokens were grouped.
+        """
+        rounded = self.formats[which] != "dense" and new.shape[2] > MAX_APPEND
+        if rounded or (torch.is_grad_enabled() and new.requires_grad):
+            return stored.index_copy(2, first + torch.arange(new.shape[2], device=new.device), new)
+        return stored
+
+    def get_seq_length(self) -> Any:
+        """Tokens stored: an int, or a tensor where graphs serve any length."""
+        return self.tokens.position if self.tokens.padded else self.tokens.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Width of what :meth:`update` will return, and the position of its first key."""
+        if self.tokens.padded:
+            return self.keys.shape[2], 0
+        return self.tokens.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """``max_cache_len``; -1 without one."""
+        return self.tokens.limit or -1
+
+    def reset(self) -> None:
+        """Let go of the buffers."""
+        self.keys = self.values = self.key_scale = self.value_scale = self.centre = None
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Nothing: the cache counts tokens for all layers."""
+
+    def offload(self) -> None:
+        """Move to the CPU."""
+        self.to("cpu")
+
+    def prefetch(self) -> None:
+        """Move back to the device of the states."""
+        self.to(self.device)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move to a device."""
+        for name, x in self._tensors():
+            setattr(self, name, x.to(device, non_blocking=True))
+
+    def grow(self, capacity: int) -> None:
+        """Move to buffers of ``capacity``."""
+        for name, x in self._tensors():
+            if name != "centre" and x.shape[2] < capacity:
+                grown = x.new_zeros(*x.shape[:2], capacity, *x.shape[3:])
+                grown[:, :, : x.shape[2]] = x
+                setattr(self, name, grown)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and values of what the layer stores."""
+        return ((name, x) for name, x in list(vars(self).items()) if isinstance(x, Tensor))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows: ids, which may repeat, or a bool per row. As many rows as before stay where they are."""
+        for name, x in self._tensors():
+            rows = x[indices.to(x.device)]
+            setattr(self, name, x.copy_(rows) if rows.shape == x.shape else rows)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row ``i`` becomes row ``beam_idx[i]``."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes ``repeats`` of itself, one after the other."""
+        for name, x in self._tensors():
+            setattr(self, name, x.repeat_interleave(repeats, dim=0))
