@@ -1,4 +1,4 @@
-"""The operator that writes new keys and values into caches: dense ones, pages, and caches of 8 bits."""
+"""The operator that writes new keys and values into caches: dense ones, pages, and caches of 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnpatch.attention_call import QUANTISED
+from attnpatch.attention_call import PACKED, QUANTISED, width_of
 
 SCHEMA = (
     "cache_write(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor positions, "
@@ -33,7 +33,8 @@ def cache_write(
 
     Args:
         k_cache: ``[batch, num_kv_heads, capacity, head_dim]``, any strides; with block_table, pages
-            ``[num_pages, num_kv_heads, page_size, head_dim]``. In k's dtype, or int8, float8_e4m3fn or float8_e5m2.
+            ``[num_pages, num_kv_heads, page_size, head_dim]``. In k's dtype, or int8, float8_e4m3fn or float8_e5m2;
+            or uint8 of width ``head_dim // 2``: TBQ4 codes (:mod:`attnpatch.tbq4`).
         v_cache: likewise, of width head_dim_v; quantised or not whatever k_cache is.
         k: ``[batch, num_kv_heads, num_tokens, head_dim]``, float, any strides.
         v: ``[batch, num_kv_heads, num_tokens, head_dim_v]``.
@@ -44,6 +45,7 @@ def cache_write(
         k_scale: float32, of k_cache's shape without head_dim, any strides; exactly when k_cache is quantised. Gets the
             scale per token and head, by which the codes are multiplied: the largest magnitude over 127, 448 or 57344,
             1 where a key is zero. int8 rounds ties to even. A key that holds NaN or infinity reads back as NaN.
+            Beside TBQ4 codes, float16 ``[.., num_blocks]``: gets the norm per block.
         v_scale: likewise for v_cache.
 
     Raises:
@@ -160,12 +162,13 @@ def _check_shapes(write: CacheWrite) -> None:
 
 def _check_cache(name: str, cache: Tensor, x: Tensor, scale: Tensor | None) -> None:
     """One of K and V: as wide as its cache, in a dtype that goes into it, with a scale exactly when that is needed."""
-    if (x.shape[1], x.shape[3]) != (cache.shape[1], cache.shape[3]):
+    if (x.shape[1], x.shape[3]) != (cache.shape[1], width_of(cache)):
+        codes = " (two TBQ4 codes per byte)" if cache.dtype == PACKED else ""
         raise ValueError(
             f"{name} has {x.shape[1]} heads of width {x.shape[3]}, "
-            f"{name}_cache {cache.shape[1]} of width {cache.shape[3]}; they must agree"
+            f"{name}_cache {cache.shape[1]} of width {width_of(cache)}{codes}; they must agree"
         )
-    if cache.dtype in QUANTISED:
+    if cache.dtype in (*QUANTISED, PACKED):
         _check_quantised(name, cache, x, scale)
     elif x.dtype != cache.dtype:
         raise ValueError(f"{name} is {x.dtype}, {name}_cache {cache.dtype}: cast {name}, or quantise the cache")
@@ -182,15 +185,21 @@ def _check_cache(name: str, cache: Tensor, x: Tensor, scale: Tensor | None) -> N
 
 
 def _check_quantised(name: str, cache: Tensor, x: Tensor, scale: Tensor | None) -> None:
-    if not x.is_floating_point() or x.dtype in QUANTISED:
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"{name} must be float16, bfloat16 or float32 to be quantised here; got {x.dtype}")
+    dtype, shape, meaning = _scale_of(cache)
+    wanted = f"{str(dtype).removeprefix('torch.')} of shape {shape}, {meaning}"
     if scale is None:
-        raise ValueError(
-            f"a {cache.dtype} {name}_cache needs {name}_scale: float32 of shape {tuple(cache.shape[:3])}, "
-            "a scale per token and head"
-        )
-    if scale.dtype != torch.float32 or scale.shape != cache.shape[:3]:
-        raise ValueError(
-            f"{name}_scale must be float32 of shape {tuple(cache.shape[:3])}, a scale per token and head; "
-            f"got {scale.dtype} {tuple(scale.shape)}"
-        )
+        raise ValueError(f"a {cache.dtype} {name}_cache needs {name}_scale: {wanted}")
+    if (scale.dtype, tuple(scale.shape)) != (dtype, shape):
+        raise ValueError(f"{name}_scale must be {wanted}; got {scale.dtype} {tuple(scale.shape)}")
+
+
+def _scale_of(cache: Tensor) -> tuple[torch.dtype, tuple[int, ...], str]:
+    """Dtype and shape of what stands beside a quantised cache, and what it is."""
+    if cache.dtype != PACKED:
+        return torch.float32, tuple(cache.shape[:3]), "a scale per token and head"
+    from attnpatch.tbq4 import blocks_of
+
+    blocks = blocks_of(width_of(cache))
+    return torch.float16, (*cache.shape[:3], len(blocks)), f"a norm per token, head and block of {blocks}"

@@ -9,7 +9,6 @@ from attnpatch.tbq4.blocks66 import export_blocks, from_blocks, import_blocks, t
 from attnpatch.tbq4.codec import (
     LARGEST_BLOCK,
     LEVELS,
-    SIGN_WORDS,
     STEP,
     blocks_of,
     decode,
@@ -22,7 +21,6 @@ from attnpatch.tbq4.codec import (
 __all__ = [
     "LARGEST_BLOCK",
     "LEVELS",
-    "SIGN_WORDS",
     "STEP",
     "blocks_of",
     "decode",

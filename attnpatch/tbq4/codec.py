@@ -16,8 +16,8 @@ no block reaches into another head. A block x of n channels is kept as
   times a norm a normal float16 in kernels that multiply the two.
 - *Zero*: a block of length up to 1e-10 has norm 0 and codes 8.
 - *What does not fit*: a block that holds NaN or infinity, or is too long for its norm (above 1e4 in some blocks of 8,
-  5.5e4 in usual ones of 128), has norm NaN and codes 8. It reads back as NaN, as in caches of 8 bits: a wrong vector
-  would go unseen.
+  5.5e4 in usual ones of 128), has norm NaN. It reads back as NaN, as in caches of 8 bits: a wrong vector would go
+  unseen.
 - *The smallest block* has 8 channels, 6 bits per channel; head dims that are no multiple of 8 are refused.
 
     codes  uint8    [.., head_dim // 2]   channel 2b of y in the low 4 bits of byte b, channel 2b + 1 in the high ones
@@ -26,7 +26,6 @@ no block reaches into another head. A block x of n channels is kept as
 
 from __future__ import annotations
 
-import struct
 from functools import cache
 from itertools import pairwise
 
@@ -48,10 +47,9 @@ BOUNDARIES = tuple((low + high) / 2 * LEVEL_SCALE for low, high in pairwise(LEVE
 SIGNS = ("59036ae44959f842bb3bc6a4a950f249", "90eeac16dc8f623f7a35a5b76265a5be")
 """s1 and s2: bit i of the little-endian bytes is set where channel i is negated. A block takes the first of them."""
 
-SIGN_WORDS = tuple(struct.unpack("<4I", bytes.fromhex(signs)) for signs in SIGNS)
-"""SIGNS in words of 32 bits, for kernels."""
+SHORTEST, LONGEST = 1e-10, 1e18
+"""Blocks of a length above the one and below the other are rotated; squares of longer ones may pass float32."""
 
-SMALLEST_NORM = 1e-10
 LARGEST_BLOCK = 128
 SMALLEST_BLOCK = 8
 
@@ -137,11 +135,11 @@ def rotation(head_dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 def rotated_units(x: Tensor) -> tuple[Tensor, Tensor]:
     """Blocks ``[.., n]`` of length 1, rotated, and their lengths ``[..]``, both float64.
 
-    Blocks that are zero or not finite are zeros.
+    Blocks that are zero, too long or not finite are zeros.
     """
     x = x.double()
     length = torch.linalg.vector_norm(x, dim=-1)
-    usable = (length > SMALLEST_NORM) & (length < torch.inf)
+    usable = (length > SHORTEST) & (length < LONGEST)
     units = (x / length[..., None]).where(usable[..., None], 0.0)
     return rotate(units), length
 

@@ -1,4 +1,4 @@
-"""New keys and values into caches, dense or in pages, rounded to 8 bits where the caches are.
+"""New keys and values into caches, dense or in pages, rounded to 8 bits or to TBQ4 where the caches are.
 
     program = (b, kv head, BLOCK_T of the new tokens): their vectors of K, then of V
 
@@ -8,6 +8,7 @@ Letters: b batch, h head, t new token, d head dim.
 import triton
 import triton.language as tl
 
+from attnpatch.kernels.common.encode import encoded
 from attnpatch.kernels.common.primitives import head_base
 
 
@@ -67,31 +68,68 @@ def _write_vectors(
     rows,
     inside,
     LIMIT: tl.constexpr,
+    BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
     """Vectors of ``tokens`` of head h that are ``inside`` to row ``rows`` of sequence or page ``places``."""
+    source = head_base(x, strides, b, h) + tokens.to(tl.int64) * strides[2]
+    target = head_base(cache, cache_strides, places, h) + rows * cache_strides[2]
+    beside = scale
+    if scale is not None:
+        beside = head_base(scale, scale_strides, places, h) + rows * scale_strides[2]
+    if BLOCKS is None:
+        _write_rows(source, strides[3], target, cache_strides[3], beside, inside, LIMIT, WIDTH, BLOCK_COLS)
+    else:
+        _write_blocks(source, strides[3], target, cache_strides[3], beside, scale_strides[3], inside, BLOCKS)
+
+
+@triton.jit
+def _write_rows(
+    source,
+    stride,
+    target,
+    target_stride,
+    scale,
+    inside,
+    LIMIT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """Whole vectors, as they are or in 8 bits, from and to pointers ``[BLOCK_T]``."""
     cols = tl.arange(0, BLOCK_COLS).to(tl.int64)[None, :]
     exists = inside[:, None] & (cols < WIDTH)
-    source = head_base(x, strides, b, h) + tokens.to(tl.int64)[:, None] * strides[2] + cols * strides[3]
-    vectors = tl.load(source, mask=exists, other=0.0)
+    vectors = tl.load(source[:, None] + cols * stride, mask=exists, other=0.0)
     if scale is not None:
-        vectors, scales = _quantised(vectors, LIMIT, cache.dtype.element_ty)
-        scale_rows = head_base(scale, scale_strides, places, h) + rows * scale_strides[2]
-        tl.store(scale_rows, scales, mask=inside)
-    target = head_base(cache, cache_strides, places, h) + rows * cache_strides[2]
-    tl.store(target[:, None] + cols * cache_strides[3], vectors, mask=exists)
+        vectors, scales = _quantised(vectors, LIMIT, target.dtype.element_ty)
+        tl.store(scale, scales, mask=inside)
+    tl.store(target[:, None] + cols * target_stride, vectors, mask=exists)
+
+
+@triton.jit
+def _write_blocks(source, stride, target, target_stride, norm, norm_stride, inside, BLOCKS: tl.constexpr):
+    """Vectors in TBQ4, a block of channels after the other, from and to pointers ``[BLOCK_T]``."""
+    start = 0
+    for i in tl.static_range(len(BLOCKS)):
+        channels = start + tl.arange(0, BLOCKS[i]).to(tl.int64)[None, :]
+        block = tl.load(source[:, None] + channels * stride, mask=inside[:, None], other=0.0)
+        codes, norms = encoded(block)
+        bytes = start // 2 + tl.arange(0, BLOCKS[i] // 2).to(tl.int64)[None, :]
+        tl.store(target[:, None] + bytes * target_stride, codes, mask=inside[:, None])
+        tl.store(norm + i * norm_stride, norms, mask=inside)
+        start += BLOCKS[i]
 
 
 @triton.jit(do_not_specialize=["num_kv_heads", "num_tokens", "capacity", "num_pages", "page_size"])
 def _cache_write_kernel(
-    k_cache,  # [batch, num_kv_heads, capacity, HEAD_DIM], or pages [num_pages, num_kv_heads, page_size, HEAD_DIM]
+    k_cache,  # [batch, num_kv_heads, capacity, HEAD_DIM], or pages [num_pages, num_kv_heads, page_size, HEAD_DIM];
+    # of TBQ4, half as many bytes
     v_cache,  # the same with HEAD_DIM_V
     k,  # [batch, num_kv_heads, num_tokens, HEAD_DIM]
     v,  # [batch, num_kv_heads, num_tokens, HEAD_DIM_V]
     positions,  # int [batch, num_tokens], or of the first token
     block_table,  # int [batch, capacity / page_size], or None
-    k_scale,  # fp32, k_cache's shape without HEAD_DIM, or None
+    k_scale,  # fp32, k_cache's shape without HEAD_DIM; of TBQ4, fp16 with its blocks instead of HEAD_DIM; or None
     v_scale,  # likewise
     k_cache_strides,
     v_cache_strides,
@@ -108,6 +146,8 @@ def _cache_write_kernel(
     page_size,
     K_LIMIT: tl.constexpr,
     V_LIMIT: tl.constexpr,
+    K_BLOCKS: tl.constexpr,
+    V_BLOCKS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -128,9 +168,9 @@ def _cache_write_kernel(
         inside = (places >= 0) & (places < num_pages)
     _write_vectors(
         *(k, k_strides, k_cache, k_cache_strides, k_scale, k_scale_strides),
-        *(b, h, tokens, places, rows, inside, K_LIMIT, HEAD_DIM, BLOCK_D),
+        *(b, h, tokens, places, rows, inside, K_LIMIT, K_BLOCKS, HEAD_DIM, BLOCK_D),
     )
     _write_vectors(
         *(v, v_strides, v_cache, v_cache_strides, v_scale, v_scale_strides),
-        *(b, h, tokens, places, rows, inside, V_LIMIT, HEAD_DIM_V, BLOCK_DV),
+        *(b, h, tokens, places, rows, inside, V_LIMIT, V_BLOCKS, HEAD_DIM_V, BLOCK_DV),
     )

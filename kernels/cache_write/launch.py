@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from attnpatch.attention_call import PACKED
 from attnpatch.kernels.cache_write.kernel import _cache_write_kernel
 from attnpatch.kernels.cache_write.reference import LIMITS
 from attnpatch.kernels.common.launcher import Launch
 from attnpatch.kernels.common.support import strides
+from attnpatch.tbq4 import blocks_of
 from attnpatch.writing import CacheWrite
 
 MANY_TOKENS = 16
 """Tokens of one program, where there are several."""
+
+MANY_ENCODED = 4
+"""The same for TBQ4, and one warp for them: a rotation over several would wait for all at each of its steps."""
 
 
 def cache_write(write: CacheWrite) -> Callable[..., None]:
@@ -25,7 +30,8 @@ def _launch(write: CacheWrite) -> Launch:
     head_dim_v = write.v.shape[3]
     paged = write.block_table is not None
     num_pages, _, page_size, _ = write.k_cache.shape
-    block_t = 1 if num_tokens == 1 else MANY_TOKENS
+    encodes = PACKED in (write.k_cache.dtype, write.v_cache.dtype)
+    block_t = 1 if num_tokens == 1 else MANY_ENCODED if encodes else MANY_TOKENS
     return Launch(
         _cache_write_kernel,
         batch * num_kv_heads * -(-num_tokens // block_t),
@@ -47,12 +53,14 @@ def _launch(write: CacheWrite) -> Launch:
         page_size=page_size if paged else None,
         K_LIMIT=LIMITS.get(write.k_cache.dtype),
         V_LIMIT=LIMITS.get(write.v_cache.dtype),
+        K_BLOCKS=blocks_of(head_dim) if write.k_cache.dtype == PACKED else None,
+        V_BLOCKS=blocks_of(head_dim_v) if write.v_cache.dtype == PACKED else None,
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
         BLOCK_T=block_t,
         BLOCK_D=_power_of_two(head_dim),
         BLOCK_DV=_power_of_two(head_dim_v),
-        num_warps=1 if block_t == 1 else 4,
+        num_warps=4 if block_t == MANY_TOKENS else 1,
     )
 
 

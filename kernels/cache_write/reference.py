@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnpatch.attention_call import PACKED
+from attnpatch.tbq4 import encode
+
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """The largest code of each dtype of 8 bits."""
 
@@ -36,7 +39,8 @@ def cache_write(
     for cache, x, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
         vectors = x.transpose(1, 2)[chosen]  # [.., num_kv_heads, head_dim]
         if scale is not None:
-            vectors, scale.transpose(1, 2)[places[chosen], rows[chosen]] = quantised(vectors, cache.dtype)
+            vectors, scales = encode(vectors) if cache.dtype == PACKED else quantised(vectors, cache.dtype)
+            scale.transpose(1, 2)[places[chosen], rows[chosen]] = scales
             cache, vectors = cache.view(torch.int8), vectors.view(torch.int8)  # torch indexes no float of 8 bits
         cache.transpose(1, 2)[places[chosen], rows[chosen]] = vectors
 
