@@ -25,6 +25,7 @@ class Options:
         batch_invariant: the result of a sequence does not depend, to the bit, on the others of its batch: splits of
             K have one size, whatever else runs beside it.
         rest: who runs the rest of the graph: "eager" starts fast, "inductor" compiles it.
+        cache: for ``patch`` alone: "tbq4" gives calls that bring no cache of their own an ``attnpatch.TBQ4Cache``.
         log_level: of the logger "attnpatch": "debug", "info", "warning" or "error" (env ``ATTNPATCH_LOG``).
         inductor: options that go to Inductor as they are.
     """
@@ -33,6 +34,7 @@ class Options:
     backends: tuple[str, ...] = field(default_factory=lambda: _split(os.environ.get("ATTNPATCH_BACKENDS", "")))
     batch_invariant: bool = False
     rest: str = "eager"
+    cache: str | None = None
     log_level: str = field(default_factory=lambda: os.environ.get("ATTNPATCH_LOG", "warning").lower())
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
@@ -42,6 +44,8 @@ class Options:
             raise ValueError(f"batch_invariant={self.batch_invariant!r} is neither True nor False")
         if self.rest not in ("eager", "inductor"):
             raise ValueError(f"rest={self.rest!r} is neither 'eager' nor 'inductor'")
+        if self.cache not in (None, "tbq4"):
+            raise ValueError(f"cache={self.cache!r} is neither 'tbq4' nor None, which leaves the caller's")
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"log_level={self.log_level!r} is none of {', '.join(LOG_LEVELS)}")
         logging.getLogger("attnpatch").setLevel(self.log_level.upper())
@@ -79,7 +83,7 @@ def from_compile(mode: str | None, options: Mapping[str, Any] | None) -> Options
     """Options given through ``torch.compile(mode=, options=)``; Inductor's imply ``rest="inductor"``.
 
     Raises:
-        ValueError: a name is neither ours nor Inductor's.
+        ValueError: a name is neither ours nor Inductor's, or a value is not allowed.
     """
     given = dict(options or {})
     own = {name: given.pop(name) for name in OWN_NAMES if name in given}
@@ -89,7 +93,18 @@ def from_compile(mode: str | None, options: Mapping[str, Any] | None) -> Options
         inductor.update(given)
     if mode or given:
         own["rest"] = "inductor"
-    return Options(**own, inductor=inductor)
+    return of_graphs(Options(**own, inductor=inductor))
+
+
+def of_graphs(options: Options) -> Options:
+    """``options``, of a way in that sees graphs and no calls.
+
+    Raises:
+        ValueError: they choose a cache.
+    """
+    if options.cache is not None:
+        raise ValueError(f"cache={options.cache!r} is an option of attnpatch.patch(model): a graph brings its cache")
+    return options
 
 
 def _mode_options(mode: str) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class Patched:
     ) -> None:
         self.module, self.options, self.collector, self.previous = module, options, collector, previous
         self.names = [name for name, _ in root.named_modules()]
+        self.choose_cache = _cache_choice(module) if options.cache else None
         self.compiled = torch.compile(_own_code(next(_serial)), backend=self._backend, **_limit_argument())
 
     def _backend(self, gm: torch.fx.GraphModule, example_inputs: Any, **_: Any) -> Callable[..., Any]:
@@ -83,17 +84,22 @@ class Patched:
 
     @torch._dynamo.disable
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.choose_cache:
+            args, kwargs = (), self.choose_cache(self._named(args, kwargs))
         cache = next((x for x in (*kwargs.values(), *args) if hasattr(x, "before_forward")), None)
         if cache is None:
             return self._run_compiled(*args, **kwargs)
-        named = dict(zip(inspect.signature(self.module.forward).parameters, args, strict=False))
-        arguments, stored = cache.before_forward(self.module, {**named, **kwargs}), False
+        arguments, stored = cache.before_forward(self.module, self._named(args, kwargs)), False
         try:
             result = self._run_compiled(**arguments)
             stored = True
         finally:
             cache.after_forward(stored)
         return result
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        named = dict(zip(inspect.signature(self.module.forward).parameters, args, strict=False))
+        return {**named, **kwargs}
 
     def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
         runs, breaks = self.collector.runs, _graph_breaks()
@@ -122,6 +128,12 @@ class Patched:
         self.collector.gaps[kind, place] += 1
         if self.options.strict:
             raise AttentionNotPatched([f"{kind} at {place}"])
+
+
+def _cache_choice(module: nn.Module) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    from attnpatch.caches.choosing import CacheChoice  # needs transformers
+
+    return CacheChoice(module)
 
 
 def _graph_breaks() -> dict[str, int]:
@@ -163,7 +175,7 @@ def patch(model: Model, **options: Any) -> Model:
 
     Raises:
         TypeError: ``model`` is not a module, or an option is unknown.
-        ValueError: an option's value is not allowed, or the model is patched already.
+        ValueError: an option's value is not allowed, or the model is patched already, or ``cache`` does not fit it.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch takes a torch.nn.Module, not {type(model).__name__}")

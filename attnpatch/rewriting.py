@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule
 import attnpatch.ops  # noqa: F401  (registers the operator)
 from attnpatch.errors import AttentionNotPatched
 from attnpatch.graph import value
-from attnpatch.options import from_keywords
+from attnpatch.options import from_keywords, of_graphs
 from attnpatch.reporting import GraphRecord, Report
 from attnpatch.rewriter import record_shapes, rewrite_graph
 
@@ -33,8 +33,9 @@ def rewrite(graph_module: GraphModule, example_inputs: Sequence[Any], **options:
 
     Raises:
         AttentionNotPatched: under ``strict``, when a site is refused.
+        ValueError: an option's value is not allowed, or it is ``cache``, which is for ``patch``.
     """
-    chosen = from_keywords(options)
+    chosen = of_graphs(from_keywords(options))
     copy = _copy(graph_module)
     _inline_leaf_modules(copy)
     if any(value(node) is None for node in copy.graph.nodes if node.op == "placeholder"):

@@ -1,0 +1,54 @@
+"""``patch(model, cache="tbq4")``: which cache a call of the model gets."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+from torch import nn
+from transformers.cache_utils import Cache, DynamicCache
+
+from attnpatch.caches.tbq4 import TBQ4Cache
+
+log = logging.getLogger("attnpatch")
+
+
+class CacheChoice:
+    """Gives a TBQ4Cache to calls that bring no cache of their own.
+
+    Args:
+        model: of transformers, one that generates.
+
+    Raises:
+        ValueError: the model does not generate, or what :class:`TBQ4Cache` raises.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        can_generate = getattr(model, "can_generate", None)
+        if can_generate is None or not can_generate():
+            raise ValueError(
+                f'cache="tbq4" is for models of transformers that have generate(); {type(model).__name__} has none'
+            )
+        TBQ4Cache(model)
+        self.model, self.left_alone = model, False
+        names = inspect.signature(model.forward).parameters
+        self.name = "cache" if "cache" in names else "past_key_values"
+
+    def __call__(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """A forward's arguments, with a TBQ4Cache where they bring none, or an empty one as ``generate`` makes it."""
+        given = next((x for x in arguments.values() if isinstance(x, Cache)), None)
+        if given is None:
+            return {**arguments, self.name: TBQ4Cache(self.model)} if self._caches(arguments) else arguments
+        if type(given) is DynamicCache and not given.offloading and given.get_seq_length() == 0:
+            TBQ4Cache.take_over(given, self.model)
+        elif not isinstance(given, TBQ4Cache) and not self.left_alone:
+            self.left_alone = True
+            log.warning('cache="tbq4" leaves a %s of the caller as it is', type(given).__name__)
+        return arguments
+
+    def _caches(self, arguments: dict[str, Any]) -> bool:
+        """Whether the model would make a cache by itself."""
+        use_cache = arguments.get("use_cache")
+        by_config = getattr(self.model.config, "use_cache", True)
+        return not self.model.training and bool(by_config if use_cache is None else use_cache)
