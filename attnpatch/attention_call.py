@@ -12,8 +12,9 @@ and its score is ``softcap(q_i . k_j * sm_scale) + attn_mask[b, h, i, j] - alibi
 softmax's denominator, of no key. A row that sees no key gives zeros, and -inf as its lse, sinks or not.
 Head ``h`` of q reads head ``h // group_size`` of k and v.
 
-K and V may lie in pages (``block_table``), as integers or 8 bit floats (``k_scale``, ``v_scale``), and the sequences
-one behind the other (``cu_seqlens_q``, ``cu_seqlens_k``). Row ``i`` and key ``j`` then count within their sequence.
+K and V may lie in pages (``block_table``), as integers, 8 bit floats or TBQ4 codes (``k_scale``, ``v_scale``), and the
+sequences one behind the other (``cu_seqlens_q``, ``cu_seqlens_k``). Row ``i`` and key ``j`` then count within their
+sequence.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ MAX_APPEND = 64
 """Up to this many new queries on a longer K is an append: speculative verification, a chunk's tail."""
 
 QUANTISED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
-"""Dtypes of K and V that come with a scale."""
+"""Dtypes of K and V that come with a scale per row."""
+
+PACKED = torch.uint8
+"""Dtype of K and V as TBQ4 codes, two channels to a byte, that come with a norm per row and block (attnpatch.tbq4)."""
 
 
 class AttentionCall(NamedTuple):
@@ -37,8 +41,9 @@ class AttentionCall(NamedTuple):
 
     Args:
         q: ``[batch, num_heads, seqlen_q, head_dim]``, any strides; packed, ``[1, num_heads, total_q, head_dim]``.
-        k: ``[batch, num_kv_heads, seqlen_k, head_dim]``, any strides, in the dtype of q or one of QUANTISED. In pages,
-            ``[num_pages, num_kv_heads, page_size, head_dim]``; packed, ``[1, num_kv_heads, total_k, head_dim]``.
+        k: ``[batch, num_kv_heads, seqlen_k, head_dim]``, any strides, in the dtype of q or one of QUANTISED; PACKED
+            codes have ``head_dim // 2`` bytes. In pages, ``[num_pages, num_kv_heads, page_size, head_dim]``; packed,
+            ``[1, num_kv_heads, total_k, head_dim]``.
         v: likewise, of width head_dim_v; quantised or not whatever k is.
         sm_scale: factor on q.k.
         attn_mask: bool (True = attend) or additive float, as a view of shape
@@ -61,7 +66,8 @@ class AttentionCall(NamedTuple):
             ``j % page_size`` of page ``block_table[b, j // page_size]``. The entry of keys that no row sees can be
             anything: kernels clamp it into ``[0, num_pages)``.
         k_scale: float32, as a view of shape ``k.shape[:3]`` (stride 0 over the keys: one per head), given exactly when
-            k is quantised, of which it means ``k.float() * k_scale[..., None]``; or None.
+            k is quantised, of which it means ``k.float() * k_scale[..., None]``; or None. Of PACKED codes, the norms:
+            float16 ``[*k.shape[:3], num_blocks]``, and it means ``attnpatch.tbq4.decode(k, k_scale, head_dim)``.
         v_scale: likewise of v.
         cu_seqlens_q: int32 ``[batch + 1]``, not decreasing, from 0: q is packed, and sequence ``b`` owns its rows
             ``cu_seqlens_q[b] <= i < cu_seqlens_q[b + 1]``; or None. Rows behind the last come back as zeros, -inf in
@@ -134,7 +140,7 @@ class AttentionCall(NamedTuple):
     @property
     def head_dim_v(self) -> int:
         """Width of v and of the output."""
-        return self.v.shape[3]
+        return width_of(self.v)
 
     @property
     def is_banded(self) -> bool:
@@ -168,9 +174,14 @@ class AttentionCall(NamedTuple):
 def new_output(q: Tensor, v: Tensor) -> Tensor:
     """See :meth:`AttentionCall.empty_output`; also the fake's output, so the strides agree."""
     batch, num_heads, seqlen_q, _ = q.shape
-    width = v.shape[3]
+    width = width_of(v)
     strides = (seqlen_q * num_heads * width, width, num_heads * width, 1)
     return q.new_empty_strided((batch, num_heads, seqlen_q, width), strides)
+
+
+def width_of(x: Tensor) -> int:
+    """Channels of a row of K or V, of which PACKED codes hold two to a byte."""
+    return x.shape[3] * 2 if x.dtype == PACKED else x.shape[3]
 
 
 def position_offset(q_offset: int | Tensor, device: torch.device) -> Tensor:

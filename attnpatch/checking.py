@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnpatch.attention_call import QUANTISED, AttentionCall
+from attnpatch.attention_call import PACKED, QUANTISED, AttentionCall, width_of
 from attnpatch.kernels.common.support import KnownCall
 
-_QUANTISED_NAMES = " or ".join(str(dtype).removeprefix("torch.") for dtype in QUANTISED)
+_QUANTISED_NAMES = " or ".join(str(dtype).removeprefix("torch.") for dtype in (*QUANTISED, PACKED))
 
 
 def make_call(
@@ -97,7 +97,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"q, k and v must be [batch, heads, seqlen, head_dim]; got {q.dim()}, {k.dim()} and {v.dim()} dimensions"
         )
-    of_kv = (q.dtype, *QUANTISED)
+    of_kv = (q.dtype, *QUANTISED, PACKED)
     if q.dtype in QUANTISED or not q.is_floating_point() or k.dtype not in of_kv or v.dtype not in of_kv:
         raise ValueError(
             f"q, k and v must share one float dtype; got {q.dtype}, {k.dtype} and {v.dtype} "
@@ -105,8 +105,9 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device} and {v.device}")
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q and k must share head_dim; got {q.shape[3]} and {k.shape[3]}")
+    if q.shape[3] != width_of(k):
+        codes = f" ({k.shape[3]} bytes of codes, two channels each)" if k.dtype == PACKED else ""
+        raise ValueError(f"q and k must share head_dim; got {q.shape[3]} and {width_of(k)}{codes}")
     if k.shape[1] != v.shape[1]:
         raise ValueError(f"k and v must have the same number of heads; got {k.shape[1]} and {v.shape[1]}")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
@@ -119,14 +120,26 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def _scale(name: str, x: Tensor, scale: Tensor | None, q: Tensor) -> Tensor | None:
     """The scale of k or v as a view of its rows' shape."""
-    if (x.dtype in QUANTISED) != (scale is not None):
+    if (x.dtype in (*QUANTISED, PACKED)) != (scale is not None):
         wrong = f"is missing for {name} in {x.dtype}" if scale is None else f"is given, but {name} is {x.dtype}"
         raise ValueError(f"{name}_scale {wrong}: it belongs to {name} in {_QUANTISED_NAMES} and to no other dtype")
     if scale is None:
         return None
+    if x.dtype == PACKED:
+        return _norms(name, x, scale, q)
     if scale.dtype != torch.float32:
         raise ValueError(f"{name}_scale must be float32; got {scale.dtype}")
     return _expanded(f"{name}_scale", scale, x.shape[:3], "batch or num_pages, num_kv_heads, keys", q)
+
+
+def _norms(name: str, x: Tensor, norms: Tensor, q: Tensor) -> Tensor:
+    """The norms of k or v in TBQ4 codes as a view of its rows' shape, and blocks."""
+    from attnpatch.tbq4 import blocks_of
+
+    if norms.dtype != torch.float16:
+        raise ValueError(f"{name}_scale of uint8 {name} holds TBQ4 norms, which are float16; got {norms.dtype}")
+    shape = (*x.shape[:3], len(blocks_of(width_of(x))))
+    return _expanded(f"{name}_scale", norms, shape, "batch or num_pages, num_kv_heads, keys, blocks of head_dim", q)
 
 
 def _sizes(

@@ -23,6 +23,7 @@ from attnpatch.kernels.common.support import planned
 BACKEND_MODULES = {
     "cpu.sdpa": "attnpatch.kernels.sdpa.backend",
     "cpu.tiled": "attnpatch.kernels.tiled.backend",
+    "triton.tbq4": "attnpatch.kernels.decode.backend",
     "triton.decode": "attnpatch.kernels.decode.backend",
     "triton.append": "attnpatch.kernels.decode.backend",
     "triton.paged": "attnpatch.kernels.decode.backend",

@@ -2,6 +2,7 @@
 
 pages        key j of sequence b is row j % page_size of page block_table[b, j // page_size]
 quantised    k.float() * k_scale[..., None]
+TBQ4 codes   attnpatch.tbq4.decode(k, k_scale, head_dim)
 packed       one call of batch 1 per sequence
 """
 
@@ -12,7 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attnpatch.attention_call import AttentionCall
+from attnpatch.attention_call import PACKED, AttentionCall, width_of
+from attnpatch.tbq4 import decode
 
 Index = tuple[slice, slice, slice]
 """Batch, heads and rows of q, o and lse; or of K and V."""
@@ -37,6 +39,8 @@ def _dense(x: Tensor, scale: Tensor | None, block_table: Tensor | None, dtype: t
         x, scale = _gathered(x, block_table), None if scale is None else _gathered(scale, block_table)
     if scale is None:
         return x
+    if x.dtype == PACKED:
+        return decode(x, scale, width_of(x), dtype)
     wide = torch.promote_types(dtype, torch.float32)
     return (x.to(wide) * scale.to(wide)[..., None]).to(dtype)
 
@@ -99,7 +103,8 @@ def storage_refusal(call: AttentionCall, reader: str) -> str | None:
         return f"K and V lie in pages of {call.page_size}, and {reader} follows no block_table"
     for name, x, scale in (("K", call.k, call.k_scale), ("V", call.v, call.v_scale)):
         if scale is not None:
-            return f"{name} is {str(x.dtype).removeprefix('torch.')}, and {reader} multiplies no scale in"
+            form = "TBQ4 codes" if x.dtype == PACKED else str(x.dtype).removeprefix("torch.")
+            return f"{name} is {form}, and {reader} multiplies no scale in"
     if call.cu_seqlens_q is not None:
         return f"{call.batch} sequences are packed, and {reader} reads no cu_seqlens_q"
     return None

@@ -57,7 +57,8 @@ class Launch:
         programs: size of the grid's axis 0, the only one.
         call: the call of the plan, a NamedTuple; none of its tensors is kept.
         takes: its fields that the kernel takes. Those that hold None or a number do so in every later call.
-        makes: the kernel's other tensors, each of one dtype: outputs, which whoever launches allocates.
+        makes: the kernel's other tensors, each of one dtype: outputs, which whoever launches allocates; None in the
+            place of one that it does not take.
         then: the launch that follows at once, of the same call. What it makes begins with what this one makes, by
             whatever names.
         values: all other arguments by name, and num_warps, num_stages.
@@ -69,13 +70,13 @@ class Launch:
         programs: int,
         call: Any,
         takes: Sequence[str],
-        makes: Sequence[str],
+        makes: Sequence[str | None],
         then: Launch | None = None,
         **values: Any,
     ) -> None:
         fields, names = call._asdict(), (*call._fields, *makes)
         tensors = [name for name in takes if isinstance(fields[name], Tensor)]
-        places = {name: names.index(name) for name in (*tensors, *makes)}
+        places = {name: names.index(name) for name in (*tensors, *makes) if name is not None}
         values |= {name: fields[name] for name in takes if name not in tensors}
         self._kernels: tuple[_Kernel, ...] = (
             _Kernel(kernel, programs, places, values),

@@ -1,4 +1,4 @@
-"""triton.decode, triton.append and triton.paged: what each takes."""
+"""triton.tbq4, triton.decode, triton.append and triton.paged: what each takes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from attnpatch.attention_call import MAX_APPEND, AttentionCall
+from attnpatch.attention_call import MAX_APPEND, PACKED, AttentionCall
 from attnpatch.dispatch import Backend
 from attnpatch.kernels.common import support
+
+
+def _not_tbq4(call: AttentionCall) -> str | None:
+    return None if PACKED in (call.k.dtype, call.v.dtype) else "neither K nor V is TBQ4 codes"
 
 
 def _not_decode(call: AttentionCall) -> str | None:
@@ -47,6 +51,7 @@ def _backend(name: str, is_not: Callable[[AttentionCall], str | None]) -> Backen
 
 
 BACKENDS = {
+    "triton.tbq4": _backend("triton.tbq4", _not_tbq4),
     "triton.decode": _backend("triton.decode", _not_decode),
     "triton.append": _backend("triton.append", _not_append),
     "triton.paged": _backend("triton.paged", _not_paged),

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnpatch.attention_call import AttentionCall
+from attnpatch.attention_call import PACKED, AttentionCall
 from attnpatch.kernels.common.support import padded_width
+from attnpatch.kernels.decode.codes import INT8_ROWS
+from attnpatch.kernels.decode.unpack import form_of
 
 MAX_SPLITS = 128
 """Most splits of a tile; more would only make the merge longer."""
@@ -99,6 +101,26 @@ CONFIGS = {
         128: DecodeConfig(16, 64, 2, 3, 4),
         256: DecodeConfig(16, 32, 2, 3, 4),
     },
+    "codes, 8 rows": {
+        64: DecodeConfig(16, 64, 1, 3, 8),
+        128: DecodeConfig(INT8_ROWS, 64, 1, 3, 8),
+        256: DecodeConfig(INT8_ROWS, 32, 1, 3, 8),
+    },
+    "codes, 16 rows": {
+        64: DecodeConfig(16, 64, 1, 3, 8),
+        128: DecodeConfig(16, 64, 1, 3, 8),
+        256: DecodeConfig(16, 32, 1, 3, 8),
+    },
+    "codes, 64 rows": {
+        64: DecodeConfig(64, 64, 4, 2, 2),
+        128: DecodeConfig(64, 64, 4, 2, 2),
+        256: DecodeConfig(64, 32, 4, 2, 1),
+    },
+    "codes in bytes": {
+        64: DecodeConfig(16, 32, 4, 2),
+        128: DecodeConfig(16, 32, 4, 2),
+        256: DecodeConfig(16, 16, 4, 2),
+    },
     "64 rows": {  # the fewest that wgmma takes
         64: DecodeConfig(64, 64, 4, 3, 1),
         128: DecodeConfig(64, 64, 4, 3, 1),
@@ -119,13 +141,13 @@ CONFIGS = {
 """Tile shapes by what is read, and by the wider of the padded head dims."""
 
 
-def choose_config(call: AttentionCall) -> DecodeConfig:
-    """Tile shapes for ``call``, from its dtypes, widest head dim and rows."""
+def choose_config(call: AttentionCall, in_words: bool = True) -> DecodeConfig:
+    """Tile shapes for ``call``, from its dtypes, widest head dim and rows; ``in_words`` as in ``form_of``."""
     if call.q.device.type == "cpu":
         return INTERPRETED
     width = max(64, padded_width(max(call.head_dim, call.head_dim_v)))
-    kind = _kind(call)
-    if kind.endswith("rows") and shared_memory(call.q.device) < MANY_ROWS_BYTES:
+    kind = _codes_kind(call, in_words) if PACKED in (call.k.dtype, call.v.dtype) else _kind(call)
+    if kind in ("64 rows", "128 rows") and shared_memory(call.q.device) < MANY_ROWS_BYTES:
         return CONFIGS["64 rows"][width]._replace(num_stages=2)
     return CONFIGS[kind][width]
 
@@ -151,6 +173,17 @@ def _kind(call: AttentionCall) -> str:
     return "pages, a program per head" if kind == "pages" and heads_per_sm >= 1 else kind
 
 
+def _codes_kind(call: AttentionCall, in_words: bool) -> str:
+    """Kind of a call with K or V in TBQ4 codes."""
+    forms = [form_of(x, call.q.dtype, in_words, 16) for x in (call.k, call.v) if x.dtype == PACKED]
+    if any(form.step == 2 for form in forms):
+        return "codes in bytes"
+    rows = call.q.shape[2] * call.group_size
+    if call.cu_seqlens_q is not None or rows > 16:
+        return "codes, 64 rows"
+    return "codes, 8 rows" if rows <= INT8_ROWS and call.k.dtype == PACKED else "codes, 16 rows"
+
+
 def choose_plan(call: AttentionCall, config: DecodeConfig, num_splits: int = 0) -> Plan:
     """How many programs share the keys, from shapes alone: never from a length on the device."""
     if _lengths_differ(call):
@@ -162,7 +195,12 @@ def choose_plan(call: AttentionCall, config: DecodeConfig, num_splits: int = 0) 
         num_splits = -(-call.seqlen_k // INVARIANT_SPLIT_KEYS)
     num_splits = num_splits or _even_splits(call, config, tiles)
     programs = call.batch * call.num_kv_heads * tiles * num_splits
-    return Plan(programs, num_splits, num_splits > 1 or call.batch_invariant, num_splits, least_share, most_share, 0)
+    return Plan(programs, num_splits, _merges(call, num_splits), num_splits, least_share, most_share, 0)
+
+
+def _merges(call: AttentionCall, num_splits: int) -> bool:
+    """Whether there is a merge, which also rotates back what came of V in codes."""
+    return num_splits > 1 or call.batch_invariant or PACKED in (call.k.dtype, call.v.dtype)
 
 
 def _lengths_differ(call: AttentionCall) -> bool:
@@ -195,8 +233,7 @@ def _ragged_plan(call: AttentionCall, config: DecodeConfig, num_splits: int) -> 
         parts = tiles * num_splits
     num_splits = num_splits or max(1, min(parts + 1, most_splits, MAX_SPLITS))
     programs = (tiles + min(parts, tiles * (num_splits - 1))) * call.num_kv_heads
-    merges = num_splits > 1 or call.batch_invariant
-    return Plan(programs, num_splits, merges, parts, least_share, most_share, block_b)
+    return Plan(programs, num_splits, _merges(call, num_splits), parts, least_share, most_share, block_b)
 
 
 def most_visible_keys(call: AttentionCall) -> int:

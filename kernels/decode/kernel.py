@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnpatch.kernels.common.hadamard import unrotate
 from attnpatch.kernels.common.primitives import (
     LOG2E,
     accumulate,
@@ -39,12 +40,13 @@ from attnpatch.kernels.common.primitives import (
     natural_scores,
     normalised,
     online_softmax,
-    products,
     with_sink,
 )
-from attnpatch.kernels.decode.places import key_pages, load_keys, load_scales, row_pointers, sequence_of
+from attnpatch.kernels.decode.codes import BYTES, INT8_WORDS, STEP, UPPER, positive, scaled
+from attnpatch.kernels.decode.places import key_pages, load_keys, load_norms, load_scales, row_pointers, sequence_of
 from attnpatch.kernels.decode.plan import plan_of_program, share_of, splits_of_row
-from attnpatch.kernels.decode.unpack import unpack_words
+from attnpatch.kernels.decode.queries import factors_of_rotated, load_queries, scores, sum_of_halves
+from attnpatch.kernels.decode.unpack import planes
 
 
 @triton.jit
@@ -80,6 +82,7 @@ def _split_kernel(
     sinks,  # [batch, num_heads], or None; only without a merge
     alibi_slopes,  # fp32 [batch, num_heads], or None
     q_offset,  # int, or a pointer read with offset_stride
+    rotated,  # what _rotate_kernel made of q, or None
     o,  # the output; under MERGES fp32 [num_splits, .., HEAD_DIM_V], then m and l, [num_splits, ..] each, contiguous
     lse,  # fp32, contiguous, q's shape without HEAD_DIM, or None; only without a merge
     sm_scale,
@@ -116,8 +119,15 @@ def _split_kernel(
     ONE_QUERY: tl.constexpr,
     K_UNPACK: tl.constexpr,
     V_UNPACK: tl.constexpr,
+    K_STEPS: tl.constexpr,
+    V_STEPS: tl.constexpr,
+    K_TILES: tl.constexpr,
+    V_TILES: tl.constexpr,
+    K_BLOCKS: tl.constexpr,
+    V_BLOCKS: tl.constexpr,
     K_SCALE_PER_HEAD: tl.constexpr,
     V_SCALE_PER_HEAD: tl.constexpr,
+    DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     MERGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -135,13 +145,21 @@ def _split_kernel(
     ALIKE: tl.constexpr = ONE_QUERY and key_bounds is None  # every row of the tile sees the same stretch
     MAY_MASK: tl.constexpr = SCATTERED or (not ONE_QUERY and (window_left is not None or window_right is not None))
     MAY_NOT_MASK: tl.constexpr = key_bounds is not None or not HAS_TILE_TERMS
-    K_STEP: tl.constexpr = 1 if K_UNPACK is None else 2  # elements per loaded word
-    V_STEP: tl.constexpr = 1 if V_UNPACK is None else 2
-    BLOCK_K: tl.constexpr = BLOCK_D // K_STEP
-    BLOCK_V: tl.constexpr = BLOCK_DV // V_STEP
-    if K_UNPACK is not None:
+    WIDTH_K: tl.constexpr = HEAD_DIM // (K_STEPS * K_TILES)  # loaded elements of a tile's row
+    WIDTH_V: tl.constexpr = HEAD_DIM_V // (V_STEPS * V_TILES)
+    BLOCK_K: tl.constexpr = BLOCK_D // (K_STEPS * K_TILES)
+    BLOCK_V: tl.constexpr = BLOCK_DV // (V_STEPS * V_TILES)
+    K_CODES: tl.constexpr = K_BLOCKS is not None
+    V_CODES: tl.constexpr = V_BLOCKS is not None
+    K_DTYPE: tl.constexpr = tl.float16 if K_CODES and tl.float32 != DTYPE else DTYPE  # of the products
+    V_DTYPE: tl.constexpr = tl.float16 if V_CODES and tl.float32 != DTYPE else DTYPE
+    K_MIXED: tl.constexpr = K_UNPACK == BYTES and len(K_BLOCKS) > 1  # several norms per tile
+    V_MIXED: tl.constexpr = V_UNPACK == BYTES and len(V_BLOCKS) > 1
+    V_SCALES: tl.constexpr = v_scale is not None and not V_SCALE_PER_HEAD and not V_MIXED
+    LANES: tl.constexpr = 2 * BLOCK_M if K_UNPACK == INT8_WORDS else BLOCK_M
+    if K_UNPACK is not None and K_UNPACK != BYTES:
         k = k.to(tl.pointer_type(tl.int16), bitcast=True)
-    if V_UNPACK is not None:
+    if V_UNPACK is not None and V_UNPACK != BYTES:
         v = v.to(tl.pointer_type(tl.int16), bitcast=True)
 
     if PDL:
@@ -156,7 +174,8 @@ def _split_kernel(
     b_q, first_query, num_queries = sequence_of(cu_seqlens_q, b, seqlen_q)
     b_k, first_key, num_keys = sequence_of(cu_seqlens_k, b, seqlen_k)
     offset = load_offset(q_offset, offset_stride, b)
-    tile_rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    lanes = tl.arange(0, LANES)
+    tile_rows = tile * BLOCK_M + lanes % BLOCK_M
     exists = tile_rows < num_queries * GROUP_SIZE
     real_rows = tl.minimum(tile_rows, num_queries * GROUP_SIZE - 1)  # rows past the last repeat it
     queries = real_rows // GROUP_SIZE
@@ -183,16 +202,22 @@ def _split_kernel(
     if K_SCALE_PER_HEAD:
         head_scale = load_per_head(k_scale, k_scale_strides, b_k, h_kv)
     scale = LOG2E if NATURAL else sm_scale * LOG2E
-    dims = tl.arange(0, BLOCK_K) * K_STEP
-    in_width = exists[:, None] & (dims < HEAD_DIM)[None, :]
-    q_pointers = row_pointers(q, q_strides, b_q, heads, first_query + queries, dims)
-    q_tile = tl.load(q_pointers, mask=in_width, other=0.0)
-    if K_UNPACK is not None:
-        q_odd = tl.load(q_pointers + q_strides[3], mask=in_width, other=0.0)
-    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    acc_odd = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)  # columns 1, 3, ..., where V is loaded in words
+    rows = (b_q * num_kv_heads * GROUP_SIZE + heads) * seqlen_q + first_query + queries
+    num_rows = o_stride_split // HEAD_DIM_V  # where there is a merge
+    q_planes = load_queries(
+        q, q_strides, rotated, *(b_q, heads, first_query + queries, rows, num_rows, exists),
+        *(K_UNPACK, K_STEPS, K_TILES, HEAD_DIM, DTYPE, BLOCK_M, BLOCK_K),
+    )  # fmt: skip
+    if K_CODES:
+        factors = tl.load(factors_of_rotated(rotated, num_rows, HEAD_DIM, DTYPE) + rows)
+        if K_UNPACK == INT8_WORDS:
+            factors *= tl.where(lanes < BLOCK_M, 1.0 * UPPER, 1.0)
+    unit = tl.full([], 0.0, tl.float32)  # the largest scale of V so far, where p times a scale is to be a float16
+    m_i = tl.full([LANES], float("-inf"), tl.float32)
+    l_i = tl.zeros([LANES], tl.float32)
+    acc = ()  # of every plane of V
+    for _ in tl.static_range(V_TILES * V_STEPS):
+        acc = acc + (tl.zeros([LANES, BLOCK_V], tl.float32),)
     for run in tl.static_range(2):
         if (MAY_MASK, MAY_NOT_MASK)[run]:
             pages = None
@@ -202,24 +227,39 @@ def _split_kernel(
             for n in tl.range(starts[run], stops[run], BLOCK_N):
                 keys = n + tl.arange(0, BLOCK_N)
                 inside = keys < stops[run]
-                k_tile = load_keys(
-                    *(k, k_strides), pages, *(b_k, h_kv, first_key, n, stops[run]),
-                    *(HEAD_DIM // K_STEP, PAGE_SIZE, BLOCK_N, BLOCK_K),
-                )  # fmt: skip
-                v_tile = load_keys(
-                    *(v, v_strides), pages, *(b_k, h_kv, first_key, n, stops[run]),
-                    *(HEAD_DIM_V // V_STEP, PAGE_SIZE, BLOCK_N, BLOCK_V),
-                )  # fmt: skip
-                if K_UNPACK is None:
-                    s = products(q_tile, k_tile.to(q_tile.dtype), PRECISION)  # [BLOCK_M, BLOCK_N]
-                else:
-                    k_even, k_odd = unpack_words(k_tile, K_UNPACK, q_tile.dtype)
-                    s = tl.dot(q_odd, k_odd.T, tl.dot(q_tile, k_even.T))
+                s, v_tiles = 0.0, ()
+                for side in tl.static_range(K_TILES):
+                    k_tile = load_keys(
+                        *(k + side * WIDTH_K * k_strides[3], k_strides), pages, *(b_k, h_kv, first_key, n, stops[run]),
+                        *(WIDTH_K, PAGE_SIZE, BLOCK_N, BLOCK_K),
+                    )  # fmt: skip
+                    k_planes = planes(k_tile, K_UNPACK, True, K_DTYPE)
+                    if K_MIXED:
+                        norms = load_norms(
+                            *(k_scale, k_scale_strides), pages, *(b_k, h_kv, first_key, keys, inside),
+                            *(K_BLOCKS, PAGE_SIZE, BLOCK_K),
+                        )  # fmt: skip
+                        k_planes, largest = scaled(k_planes, norms)
+                    part = scores(q_planes, side * K_STEPS, k_planes, K_UNPACK, K_STEPS, PRECISION)
+                    if K_CODES:
+                        part *= factors[:, None]
+                    if K_UNPACK == INT8_WORDS:
+                        part = sum_of_halves(part, BLOCK_M)
+                    if K_MIXED:
+                        part *= largest
+                    elif k_scale is not None and not K_SCALE_PER_HEAD:
+                        base = k_scale if K_TILES == 1 else k_scale + side * k_scale_strides[3]
+                        norms = load_scales(base, k_scale_strides, pages, b_k, h_kv, first_key, keys, inside, PAGE_SIZE)
+                        part *= norms[None, :]
+                    s = part if side == 0 else s + part
+                for side in tl.static_range(V_TILES):
+                    v_tile = load_keys(
+                        *(v + side * WIDTH_V * v_strides[3], v_strides), pages, *(b_k, h_kv, first_key, n, stops[run]),
+                        *(WIDTH_V, PAGE_SIZE, BLOCK_N, BLOCK_V),
+                    )  # fmt: skip
+                    v_tiles = v_tiles + (v_tile,)
                 if K_SCALE_PER_HEAD:
                     s *= head_scale  # not a part of sm_scale: it may be negative
-                elif k_scale is not None:
-                    scales = load_scales(k_scale, k_scale_strides, pages, b_k, h_kv, first_key, keys, inside, PAGE_SIZE)
-                    s *= scales[None, :]
                 if NATURAL:
                     s = natural_scores(s, sm_scale, softcap)
                 if alibi_slopes is not None:
@@ -240,51 +280,70 @@ def _split_kernel(
                 seen = inside
                 if run == 0 and SCATTERED:  # an unwritten slot may hold NaN, and 0 * NaN is NaN
                     seen = tl.max(s, axis=0) != float("-inf")
-                    v_tile = tl.where(seen[:, None], v_tile, tl.zeros_like(v_tile))
-                largest = 1.0
-                if v_scale is not None and not V_SCALE_PER_HEAD:
-                    scales = load_scales(v_scale, v_scale_strides, pages, b_k, h_kv, first_key, keys, inside, PAGE_SIZE)
-                    scales = tl.where(seen, scales, 0.0)  # not the load's mask: a load after the product is not pipelined
-                    if q_tile.dtype == tl.float16:  # a product with p may be too small for it: 4 / 57344 is
-                        largest = tl.max(scales)
-                        largest = tl.where(largest > 0.0, largest, 1.0)
-                        scales /= largest
-                        alpha /= largest
-                    p *= scales[None, :]
-                if V_UNPACK is None:
-                    acc = accumulate(acc, alpha, p, v_tile.to(q_tile.dtype), PRECISION) * largest
-                else:
-                    v_even, v_odd = unpack_words(v_tile, V_UNPACK, q_tile.dtype)
-                    acc = accumulate(acc, alpha, p, v_even, PRECISION) * largest
-                    acc_odd = accumulate(acc_odd, alpha, p, v_odd, PRECISION) * largest
+                weights, sums = (), ()
+                rescale = alpha
+                for side in tl.static_range(V_TILES):
+                    if V_SCALES:
+                        base = v_scale if V_TILES == 1 else v_scale + side * v_scale_strides[3]
+                        norms = load_scales(base, v_scale_strides, pages, b_k, h_kv, first_key, keys, inside, PAGE_SIZE)
+                        if run == 0 and SCATTERED:
+                            norms = tl.where(seen, norms, 0.0)  # in the load's mask, it would have to wait for a product
+                        weights = weights + (norms,)
+                if V_SCALES and V_DTYPE == tl.float16:  # a product with p may be too small for it: 4 / 57344 is
+                    largest = unit
+                    for side in tl.static_range(V_TILES):
+                        largest = tl.maximum(largest, tl.max(weights[side]))
+                    per_unit = 1.0 / positive(largest)
+                    rescale *= unit * per_unit
+                    unit = largest
+                for side in tl.static_range(V_TILES):
+                    v_tile, weighted, largest = v_tiles[side], p, 1.0
+                    if run == 0 and SCATTERED:
+                        v_tile = tl.where(seen[:, None], v_tile, tl.zeros_like(v_tile))
+                    v_planes = planes(v_tile, V_UNPACK, False, V_DTYPE)
+                    if V_MIXED:
+                        norms = load_norms(
+                            *(v_scale, v_scale_strides), pages, *(b_k, h_kv, first_key, keys, inside),
+                            *(V_BLOCKS, PAGE_SIZE, BLOCK_V),
+                        )  # fmt: skip
+                        v_planes, largest = scaled(v_planes, tl.where(seen[:, None], norms, 0.0))
+                        rescale /= largest
+                    elif V_SCALES:
+                        norms = weights[side] * per_unit if V_DTYPE == tl.float16 else weights[side]
+                        weighted = p * norms[None, :]
+                    for j in tl.static_range(V_STEPS):
+                        total = accumulate(acc[side * V_STEPS + j], rescale, weighted, v_planes[j], PRECISION)
+                        sums = sums + (total * largest if V_MIXED else total,)
+                acc = sums
                 if block_table is not None:  # ids come a tile early: a tile's loads then wait for no other load
                     keys += BLOCK_N
                     pages = key_pages(block_table, table_strides, b, keys, keys < stops[run], num_pages, PAGE_SIZE)
 
+    o_split = o + split.to(tl.int64) * o_stride_split
     if V_SCALE_PER_HEAD:
-        factor = load_per_head(v_scale, v_scale_strides, b_k, h_kv)
-        acc *= factor
-        acc_odd *= factor
+        head_scale = load_per_head(v_scale, v_scale_strides, b_k, h_kv)
     if sinks is not None:
         alpha, m_i, l_i = with_sink(m_i, l_i, load_per_head(sinks, sinks_strides, b, heads))
-        acc *= alpha[:, None]
-        acc_odd *= alpha[:, None]
-    statistic = (b_q * num_kv_heads * GROUP_SIZE + heads) * seqlen_q + first_query + queries
     if lse is not None:
-        tl.store(lse + statistic, natural_lse(m_i, l_i), mask=exists)
-    columns = tl.arange(0, BLOCK_V) * V_STEP
-    o_split = o + split.to(tl.int64) * o_stride_split
-    o_pointers = row_pointers(o_split, o_strides, b_q, heads, first_query + queries, columns)
+        tl.store(lse + rows, natural_lse(m_i, l_i), mask=exists)
     wanted = exists & (m_i != float("-inf")) if MERGES else exists  # the merge reads nothing of an empty split
-    o_mask = wanted[:, None] & (columns < HEAD_DIM_V)[None, :]
-    tl.store(o_pointers, normalised(acc, l_i).to(o.dtype.element_ty), mask=o_mask)
-    if V_UNPACK is not None:
-        tl.store(o_pointers + o_strides[3], normalised(acc_odd, l_i).to(o.dtype.element_ty), mask=o_mask)
+    for plane in tl.static_range(V_TILES * V_STEPS):
+        result = acc[plane]
+        if V_SCALE_PER_HEAD:
+            result *= head_scale
+        if V_SCALES and V_DTYPE == tl.float16:
+            result *= unit
+        if sinks is not None:
+            result *= alpha[:, None]
+        columns = tl.arange(0, BLOCK_V) * V_STEPS + plane % V_STEPS + plane // V_STEPS * (BLOCK_V * V_STEPS)
+        pointers = row_pointers(o_split, o_strides, b_q, heads, first_query + queries, columns)
+        result = normalised(result, l_i).to(o.dtype.element_ty)
+        tl.store(pointers, result, mask=wanted[:, None] & (columns < HEAD_DIM_V)[None, :])
     if MERGES:
         m, l = statistics(o, num_splits, o_stride_split, HEAD_DIM_V)
-        statistic += split.to(tl.int64) * (o_stride_split // HEAD_DIM_V)
-        tl.store(m + statistic, m_i, mask=exists)
-        tl.store(l + statistic, l_i, mask=exists)
+        rows += split.to(tl.int64) * (o_stride_split // HEAD_DIM_V)
+        tl.store(m + rows, m_i, mask=exists)
+        tl.store(l + rows, l_i, mask=exists)
 
 
 @triton.jit
@@ -334,6 +393,7 @@ def _merge_kernel(
     most_share,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
+    V_BLOCKS: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -377,5 +437,7 @@ def _merge_kernel(
     if lse is not None:
         tl.store(lse + row, natural_lse(top, total))
     merged *= tl.math.div_rn(1.0, tl.where(total == 0.0, 1.0, total))
+    if V_BLOCKS is not None:
+        merged = unrotate(merged * STEP, V_BLOCKS)
     pointers = head_base(o, o_strides, b_q, h) + i.to(tl.int64) * o_strides[2] + cols.to(tl.int64) * o_strides[3]
     tl.store(pointers, merged.to(o.dtype.element_ty), mask=cols < HEAD_DIM_V)

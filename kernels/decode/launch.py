@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from attnpatch.attention_call import AttentionCall
+from attnpatch.attention_call import PACKED, AttentionCall
 from attnpatch.kernels.common.launcher import Launch
 from attnpatch.kernels.common.support import (
     capability,
@@ -20,11 +21,16 @@ from attnpatch.kernels.common.support import (
 )
 from attnpatch.kernels.decode.configs import DecodeConfig, Plan, choose_config, choose_merge, choose_plan
 from attnpatch.kernels.decode.kernel import _merge_kernel, _split_kernel
-from attnpatch.kernels.decode.unpack import is_per_head, unpacking
+from attnpatch.kernels.decode.queries import _rotate_kernel
+from attnpatch.kernels.decode.unpack import Form, form_of, is_per_head
+from attnpatch.tbq4 import blocks_of
 
 _TERMS = ("cu_seqlens_q", "cu_seqlens_k", "sinks", "q_offset", "lse")
 _INPUTS = ("q", "k", "v", "k_scale", "v_scale", "block_table", "attn_mask", "key_padding", "key_bounds", "alibi_slopes")
 """Fields of the call that the split kernel takes; those in _TERMS go to the merge, too."""
+
+
+_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 class Launches(NamedTuple):
@@ -34,12 +40,13 @@ class Launches(NamedTuple):
         launch: the kernel that walks the keys, followed by the one that merges its partial results where there are
             several splits. None where the output is empty.
         output: shape and strides of ``AttentionCall.empty_output``.
-        partial: how many float32 the partial results are; 0: a single split.
+        scratch: how many float32 each of the other tensors has that the kernels make: the rotated q, where K is in
+            codes, and the partial results, where there is a merge.
     """
 
     launch: Launch | None
     output: tuple[tuple[int, ...], tuple[int, ...]]
-    partial: int
+    scratch: tuple[int, ...]
 
 
 def decode(call: AttentionCall, num_splits: int = 0, config: DecodeConfig | None = None) -> Tensor:
@@ -61,8 +68,7 @@ def decode(call: AttentionCall, num_splits: int = 0, config: DecodeConfig | None
     if call.cu_seqlens_q is not None:
         o.zero_()
     if launches.launch is not None:
-        made = (call.q.new_empty(launches.partial, dtype=torch.float32), o) if launches.partial else (o,)
-        launches.launch(call, *made)
+        launches.launch(call, *[call.q.new_empty(size, dtype=torch.float32) for size in launches.scratch], o)
     return o
 
 
@@ -72,14 +78,19 @@ def _launches(
     o = call.empty_output()
     output = tuple(o.shape), o.stride()
     if o.numel() == 0:
-        return Launches(None, output, 0)
-    config = config or choose_config(call)
+        return Launches(None, output, ())
+    config = config or choose_config(call, in_words)
     plan = choose_plan(call, config, num_splits)
+    forms = [form_of(x, call.q.dtype, in_words, config.BLOCK_M) for x in (call.k, call.v)]
     shared = _shared(call, config, plan)
     rows = call.num_heads * call.q.shape[0] * call.q.shape[2]
     merge = _merge(call, plan, rows, shared) if plan.merges else None
-    launch = _split(call, config, plan, precision, in_words, merge, shared)
-    return Launches(launch, output, plan.num_splits * rows * (call.head_dim_v + 2) if plan.merges else 0)
+    launch = _split(call, config, plan, precision, forms, merge, shared)
+    scratch = [plan.num_splits * rows * (call.head_dim_v + 2)] if plan.merges else []
+    if call.k.dtype == PACKED:
+        launch = _rotate(call, forms[0], rows, launch)
+        scratch.insert(0, rows * (call.head_dim * (2 if call.q.dtype == torch.float32 else 1) // 2 + 1))
+    return Launches(launch, output, tuple(scratch))
 
 
 def _shared(call: AttentionCall, config: DecodeConfig, plan: Plan) -> dict[str, Any]:
@@ -97,6 +108,7 @@ def _shared(call: AttentionCall, config: DecodeConfig, plan: Plan) -> dict[str, 
         "most_share": plan.most_share,
         "GROUP_SIZE": call.group_size,
         "HEAD_DIM_V": call.head_dim_v,
+        "V_BLOCKS": _blocks(call.v, call.head_dim_v),
         "BLOCK_B": plan.block_b,
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
@@ -109,11 +121,13 @@ def _split(
     config: DecodeConfig,
     plan: Plan,
     precision: str,
-    in_words: bool,
+    forms: list[Form],
     merge: Launch | None,
     shared: dict[str, Any],
 ) -> Launch:
-    (k_unpack, k_strides), (v_unpack, v_strides) = (unpacking(x, call.q.dtype, in_words) for x in (call.k, call.v))
+    k, v = forms
+    rotated = ("rotated",) if call.k.dtype == PACKED else ()
+    takes = (*_INPUTS, *_TERMS)
     paged = call.block_table is not None
     output = _output_strides(call)
     if plan.merges:
@@ -124,14 +138,15 @@ def _split(
         _split_kernel,
         plan.programs,
         call,
-        (*_INPUTS, *_TERMS),
-        ("o",),
+        takes[1:] if rotated else takes,
+        (*rotated, "o"),
         merge,
+        **dict.fromkeys(("q",) if rotated else ("rotated",)),
         sm_scale=call.sm_scale,
         softcap=call.softcap,
         q_strides=call.q.stride(),
-        k_strides=k_strides,
-        v_strides=v_strides,
+        k_strides=k.strides,
+        v_strides=v.strides,
         k_scale_strides=strides(call.k_scale),
         v_scale_strides=strides(call.v_scale),
         table_strides=strides(call.block_table),
@@ -147,10 +162,16 @@ def _split(
         HEAD_DIM=call.head_dim,
         PAGE_SIZE=call.page_size if paged else 0,
         ONE_QUERY=call.seqlen_q == 1 and call.cu_seqlens_q is None,
-        K_UNPACK=k_unpack,
-        V_UNPACK=v_unpack,
+        K_UNPACK=k.unpack,
+        V_UNPACK=v.unpack,
+        K_STEPS=k.step,
+        V_STEPS=v.step,
+        K_TILES=k.tiles,
+        V_TILES=v.tiles,
+        K_BLOCKS=_blocks(call.k, call.head_dim),
         K_SCALE_PER_HEAD=is_per_head(call.k_scale, paged),
         V_SCALE_PER_HEAD=is_per_head(call.v_scale, paged),
+        DTYPE=_DTYPES[call.q.dtype],
         PRECISION=precision,
         MERGES=plan.merges,
         BLOCK_D=padded_width(call.head_dim),
@@ -161,6 +182,32 @@ def _split(
     )
 
 
+def _rotate(call: AttentionCall, form: Form, rows: int, then: Launch) -> Launch:
+    return Launch(
+        _rotate_kernel,
+        rows,
+        call,
+        ("q",),
+        ("rotated",),
+        then,
+        q_strides=call.q.stride(),
+        seqlen_q=call.q.shape[2],
+        num_heads=call.num_heads,
+        num_rows=rows,
+        HEAD_DIM=call.head_dim,
+        BLOCKS=_blocks(call.k, call.head_dim),
+        UNPACK=form.unpack,
+        DTYPE=_DTYPES[call.q.dtype],
+        BLOCK_D=padded_width(call.head_dim),
+        num_warps=1,
+    )
+
+
+def _blocks(x: Tensor, head_dim: int) -> tuple[int, ...] | None:
+    """Blocks of a row of K or V in codes; None of one that is not."""
+    return blocks_of(head_dim) if x.dtype == PACKED else None
+
+
 def _merge(call: AttentionCall, plan: Plan, rows: int, shared: dict[str, Any]) -> Launch:
     options: dict[str, Any] = {"launch_pdl": True} if shared["PDL"] else {}
     return Launch(
@@ -168,7 +215,7 @@ def _merge(call: AttentionCall, plan: Plan, rows: int, shared: dict[str, Any]) -
         rows,
         call,
         _TERMS,
-        ("partial", "o"),
+        (*((None,) if call.k.dtype == PACKED else ()), "partial", "o"),
         sinks_strides=per_head_strides(call.sinks),
         o_strides=_output_strides(call),
         num_heads=call.num_heads,

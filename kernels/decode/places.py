@@ -64,10 +64,40 @@ def load_keys(
 @triton.jit
 def load_scales(scale, strides, pages, b, h, first, keys, inside, PAGE_SIZE: tl.constexpr):
     """The scale of each of ``keys`` of head h, 0 for those that are not ``inside``."""
+    pointers = _scale_pointers(scale, strides, pages, b, h, first, keys, PAGE_SIZE)
+    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_norms(
+    scale,
+    strides,
+    pages,
+    b,
+    h,
+    first,
+    keys,
+    inside,
+    BLOCKS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """The norm of each byte of codes of head h, ``[keys, BLOCK_COLS]``, 0 for keys that are not ``inside``."""
+    channels, block, end = 2 * tl.arange(0, BLOCK_COLS), tl.zeros([BLOCK_COLS], tl.int32), 0
+    for i in tl.static_range(len(BLOCKS) - 1):
+        end += BLOCKS[i]
+        block += (channels >= end).to(tl.int32)
+    pointers = _scale_pointers(scale, strides, pages, b, h, first, keys, PAGE_SIZE)
+    pointers = pointers[:, None] + block.to(tl.int64)[None, :] * strides[3]
+    return tl.load(pointers, mask=inside[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _scale_pointers(scale, strides, pages, b, h, first, keys, PAGE_SIZE: tl.constexpr):
     if pages is None:
         rows = first + keys
         base = scale + b.to(tl.int64) * strides[0]
     else:
         rows = keys % PAGE_SIZE
         base = scale + pages * strides[0]
-    return tl.load(base + h.to(tl.int64) * strides[1] + rows.to(tl.int64) * strides[2], mask=inside, other=0.0)
+    return base + h.to(tl.int64) * strides[1] + rows.to(tl.int64) * strides[2]

@@ -1,4 +1,4 @@
-"""8 bit keys and values as 16 bit floats, without a conversion instruction.
+"""How keys and values of 8 bits lie in a tile, and as 16 bit floats, without a conversion instruction.
 
 A tile is loaded as 16 bit words that hold elements 2c and 2c + 1 of a row. So loads, and the transposed reads that a
 product with V needs, are those of 16 bit elements, and both halves of every word come out as tiles of their own:
@@ -18,6 +18,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from attnpatch.attention_call import PACKED, width_of
+from attnpatch.kernels.decode.codes import BYTES, INT8_ROWS, INT8_WORDS, WORDS, levels_of_bytes, levels_of_words
 
 _FLOAT = """{{
 .reg .b32 t, u, c, z;
@@ -83,29 +86,67 @@ MIN_WIDTH = 32
 """Half of it is the narrowest product of 16 bit floats."""
 
 
-def unpacking(x: Tensor, dtype: torch.dtype, in_words: bool) -> tuple[str | None, tuple[int, ...]]:
-    """The PTX that unpacks the words of ``x`` to ``dtype``, and their strides; None, and x's own, where it cannot be.
+class Form(NamedTuple):
+    """How K or V is loaded and what its tiles are made of.
+
+    Args:
+        unpack: what :func:`planes` makes of a loaded tile: None, PTX of UNPACKING, or a name of codes.py.
+        strides: in the elements that are loaded.
+        step: channels per loaded element, so tiles of a step-th of the width each.
+        tiles: loaded tiles side by side, of which each has a scale of its own.
+    """
+
+    unpack: str | None
+    strides: tuple[int, ...]
+    step: int = 1
+    tiles: int = 1
+
+
+def form_of(x: Tensor, dtype: torch.dtype, in_words: bool, block_m: int) -> Form:
+    """The form of K or V.
 
     Args:
         x: K or V, ``[.., .., .., head_dim]``.
         dtype: q's.
         in_words: whether its address is a multiple of 2.
+        block_m: rows of a tile of q.
     """
-    ptx = UNPACKING.get((x.dtype, dtype)) if x.is_cuda and x.stride(3) == 1 else None
-    whole = in_words and all(n % 2 == 0 for n in (x.shape[3], *x.stride()[:3]))
-    if ptx is None or not whole or x.shape[3] < MIN_WIDTH:
-        return None, x.stride()
-    return ptx, (*(stride // 2 for stride in x.stride()[:3]), 1)
+    whole = x.is_cuda and x.stride(3) == 1 and in_words and all(n % 2 == 0 for n in (x.shape[3], *x.stride()[:3]))
+    words = (*(stride // 2 for stride in x.stride()[:2]), tl.constexpr(x.stride(2) // 2), 1)
+    if x.dtype == PACKED:
+        return _codes(x, dtype, words if whole else None, block_m)
+    ptx = UNPACKING.get((x.dtype, dtype))
+    return Form(ptx, words, 2) if ptx and whole and x.shape[3] >= MIN_WIDTH else Form(None, x.stride())
+
+
+def _codes(x: Tensor, dtype: torch.dtype, words: tuple[int, ...] | None, block_m: int) -> Form:
+    """TBQ4 codes: in words where all blocks are of 64 or of 128 channels, else in bytes."""
+    width = width_of(x)
+    if words is None or dtype == torch.float32 or width not in (64, 128, 256):
+        return Form(BYTES.value, x.stride(), 2)
+    int8 = block_m == INT8_ROWS and width > 64  # int8 products are at least 32 deep
+    return Form((INT8_WORDS if int8 else WORDS).value, words, 4, max(1, width // 128))
 
 
 def is_per_head(scale: Tensor | None, paged: bool) -> bool:
     """Whether all keys of a head share one scale."""
-    return scale is not None and scale.stride(2) == 0 and (not paged or scale.stride(0) == 0)
+    return scale is not None and scale.dim() == 3 and scale.stride(2) == 0 and (not paged or scale.stride(0) == 0)
 
 
 @triton.jit
-def unpack_words(words, UNPACKING: tl.constexpr, dtype: tl.constexpr):
-    """Low and high elements of a tile of words."""
-    types: tl.constexpr = (tl.int16, tl.int16)
-    low, high = tl.inline_asm_elementwise(UNPACKING, "=r,=r,r", [words], dtype=types, is_pure=True, pack=2)
-    return low.to(dtype, bitcast=True), high.to(dtype, bitcast=True)
+def planes(tile, UNPACK: tl.constexpr, IS_KEY: tl.constexpr, dtype: tl.constexpr):
+    """The tiles that a loaded tile is made of, as floats that products take: a tuple.
+
+    Of 8 bits in words: the low elements, and the high ones.
+    """
+    if UNPACK is None:
+        out = (tile.to(dtype),)
+    elif UNPACK == BYTES:
+        out = levels_of_bytes(tile, dtype)
+    elif UNPACK == WORDS or UNPACK == INT8_WORDS:
+        out = levels_of_words(tile, UNPACK == INT8_WORDS, IS_KEY)
+    else:
+        types: tl.constexpr = (tl.int16, tl.int16)
+        low, high = tl.inline_asm_elementwise(UNPACK, "=r,=r,r", [tile], dtype=types, is_pure=True, pack=2)
+        out = (low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
+    return out
