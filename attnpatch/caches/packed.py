@@ -58,7 +58,8 @@ class Tokens:
     """
 
     def __init__(self, limit: int | None) -> None:
-        self.limit, self.capacity = limit, limit or FIRST_CAPACITY
+        self.limit = limit
+        self.capacity = self.first_capacity = limit or FIRST_CAPACITY
         self.length = self.new = 0
         self.hooked = False
         """Whether the caller of the model began this forward and will end it (see before_forward)."""
@@ -79,7 +80,7 @@ class Tokens:
             )
         self.new, self.first = new, self.length == 0
         if self.first or needed > self.capacity:
-            self.capacity = self.limit or max(FIRST_CAPACITY, 1 << (needed - 1).bit_length())
+            self.capacity = self.limit or max(self.first_capacity, 1 << (needed - 1).bit_length())
         with torch.no_grad(), torch.inference_mode(False):
             if self.position.device != device:
                 self.position = torch.zeros((), dtype=torch.int64, device=device)

@@ -119,7 +119,11 @@ class TBQ4Cache(Cache):
         tokens.padded = not tokens.first and takes_padded_keys(model, arguments)
         if not tokens.padded:
             return arguments
-        return with_padded_mask(arguments, inputs, tokens.length + tokens.new, tokens.capacity, BOUNDED)
+        arguments = with_padded_mask(arguments, inputs, tokens.length + tokens.new, tokens.capacity, BOUNDED)
+        mask = arguments["attention_mask"]
+        if isinstance(mask, Tensor) and tokens.capacity == tokens.first_capacity:
+            torch._dynamo.mark_static(mask, mask.dim() - 1)  # not a symbol, though the first forward's was narrower
+        return arguments
 
     def after_forward(self, stored: bool) -> None:
         """End what :meth:`before_forward` began; ``stored`` says whether the model ran to its end."""

@@ -276,7 +276,8 @@ def test_offload_and_prefetch(model):
 
 
 PUBLISHED = {
-    "hidden_size": 6144, "num_hidden_layers": 16, "num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256, "dtype": "bfloat16",
+    "hidden_size": 6144, "num_hidden_layers": 16, "num_attention_heads": 24, "num_key_value_heads": 4,
+    "head_dim": 256, "dtype": "bfloat16",
 }  # fmt: skip
 
 
