@@ -95,7 +95,7 @@ def probe(model: nn.Module, text: str | Tensor, tokenizer: Any = None, **choice:
     with _compared(model, cache, errors):
         exact = _perplexity(model, ids, DynamicCache(config=model.config))
     perplexity = _perplexity(model, ids, TBQ4Cache(model, **choice))
-    layers = tuple(LayerCost(i, *cache.layers[i].formats, error=error.relative) for i, error in sorted(errors.items()))
+    layers = tuple(_cost(cache.layers[i], error) for i, error in sorted(errors.items()))
     return Probe(layers, ids.shape[1] - 1, exact, perplexity)
 
 
@@ -137,6 +137,11 @@ class _Error:
     @property
     def relative(self) -> float:
         return math.sqrt(self.changed / self.whole)
+
+
+def _cost(layer: Any, error: _Error) -> LayerCost:
+    keys, values = layer.formats
+    return LayerCost(layer.index, keys, values, error.relative)
 
 
 @contextmanager
