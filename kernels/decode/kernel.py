@@ -127,6 +127,7 @@ def _split_kernel(
     V_BLOCKS: tl.constexpr,
     K_SCALE_PER_HEAD: tl.constexpr,
     V_SCALE_PER_HEAD: tl.constexpr,
+    WHOLE_NORMS: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     MERGES: tl.constexpr,
@@ -156,6 +157,7 @@ def _split_kernel(
     K_MIXED: tl.constexpr = K_UNPACK == BYTES and len(K_BLOCKS) > 1  # several norms per tile
     V_MIXED: tl.constexpr = V_UNPACK == BYTES and len(V_BLOCKS) > 1
     V_SCALES: tl.constexpr = v_scale is not None and not V_SCALE_PER_HEAD and not V_MIXED
+    WHOLE_TILES: tl.constexpr = WHOLE_NORMS and window_left is None and key_bounds is None  # no odd first key
     LANES: tl.constexpr = 2 * BLOCK_M if K_UNPACK == INT8_WORDS else BLOCK_M
     if K_UNPACK is not None and K_UNPACK != BYTES:
         k = k.to(tl.pointer_type(tl.int16), bitcast=True)
@@ -197,6 +199,8 @@ def _split_kernel(
     lo += split * share
     hi = tl.minimum(lo + share, hi)
     cut = tl.where(elementwise | (lo < full_lo) | (hi > full_hi), hi, lo)
+    if WHOLE_TILES:  # a run that begins elsewhere is empty
+        lo, cut = tl.multiple_of(lo, 16), tl.multiple_of(cut, 16)
     starts, stops = (lo, cut), (cut, hi)
 
     if K_SCALE_PER_HEAD:
@@ -227,6 +231,9 @@ def _split_kernel(
             for n in tl.range(starts[run], stops[run], BLOCK_N):
                 keys = n + tl.arange(0, BLOCK_N)
                 inside = keys < stops[run]
+                with_scale = inside
+                if WHOLE_TILES:
+                    with_scale = keys < tl.multiple_of(tl.cdiv(stops[run], 16) * 16, 16)
                 s, v_tiles = 0.0, ()
                 for side in tl.static_range(K_TILES):
                     k_tile = load_keys(
@@ -249,7 +256,7 @@ def _split_kernel(
                         part *= largest
                     elif k_scale is not None and not K_SCALE_PER_HEAD:
                         base = k_scale if K_TILES == 1 else k_scale + side * k_scale_strides[3]
-                        norms = load_scales(base, k_scale_strides, pages, b_k, h_kv, first_key, keys, inside, PAGE_SIZE)
+                        norms = load_scales(base, k_scale_strides, pages, b_k, h_kv, first_key, keys, with_scale, PAGE_SIZE)
                         part *= norms[None, :]
                     s = part if side == 0 else s + part
                 for side in tl.static_range(V_TILES):
@@ -285,8 +292,8 @@ def _split_kernel(
                 for side in tl.static_range(V_TILES):
                     if V_SCALES:
                         base = v_scale if V_TILES == 1 else v_scale + side * v_scale_strides[3]
-                        norms = load_scales(base, v_scale_strides, pages, b_k, h_kv, first_key, keys, inside, PAGE_SIZE)
-                        if run == 0 and SCATTERED:
+                        norms = load_scales(base, v_scale_strides, pages, b_k, h_kv, first_key, keys, with_scale, PAGE_SIZE)
+                        if (run == 0 and SCATTERED) or WHOLE_TILES:
                             norms = tl.where(seen, norms, 0.0)  # in the load's mask, it would have to wait for a product
                         weights = weights + (norms,)
                 if V_SCALES and V_DTYPE == tl.float16:  # a product with p may be too small for it: 4 / 57344 is

@@ -22,7 +22,7 @@ from attnpatch.kernels.common.support import (
 from attnpatch.kernels.decode.configs import DecodeConfig, Plan, choose_config, choose_merge, choose_plan
 from attnpatch.kernels.decode.kernel import _merge_kernel, _split_kernel
 from attnpatch.kernels.decode.queries import _rotate_kernel
-from attnpatch.kernels.decode.unpack import Form, form_of, is_per_head
+from attnpatch.kernels.decode.unpack import Form, form_of, has_whole_norms, is_per_head
 from attnpatch.tbq4 import blocks_of
 
 _TERMS = ("cu_seqlens_q", "cu_seqlens_k", "sinks", "q_offset", "lse")
@@ -80,6 +80,7 @@ def _launches(
     if o.numel() == 0:
         return Launches(None, output, ())
     config = config or choose_config(call, in_words)
+    in_words = in_words and _takes_words(call, config)
     plan = choose_plan(call, config, num_splits)
     forms = [form_of(x, call.q.dtype, in_words, config.BLOCK_M) for x in (call.k, call.v)]
     shared = _shared(call, config, plan)
@@ -91,6 +92,15 @@ def _launches(
         launch = _rotate(call, forms[0], rows, launch)
         scratch.insert(0, rows * (call.head_dim * (2 if call.q.dtype == torch.float32 else 1) // 2 + 1))
     return Launches(launch, output, tuple(scratch))
+
+
+def _takes_words(call: AttentionCall, config: DecodeConfig) -> bool:
+    """Whether tiles of 64 rows and more may unpack words: not where K and V differ in width.
+
+    The ptxas of Triton 3.6 then adds to uniform registers that it never set, where it works out the descriptors of
+    V's first plane; even columns came out wrong (K of 128, V of 64 channels in int8, H200, 2026-11-30).
+    """
+    return config.BLOCK_M < 64 or padded_width(call.head_dim) == padded_width(call.head_dim_v)
 
 
 def _shared(call: AttentionCall, config: DecodeConfig, plan: Plan) -> dict[str, Any]:
@@ -171,6 +181,7 @@ def _split(
         K_BLOCKS=_blocks(call.k, call.head_dim),
         K_SCALE_PER_HEAD=is_per_head(call.k_scale, paged),
         V_SCALE_PER_HEAD=is_per_head(call.v_scale, paged),
+        WHOLE_NORMS=has_whole_norms(call),
         DTYPE=_DTYPES[call.q.dtype],
         PRECISION=precision,
         MERGES=plan.merges,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnpatch.attention_call import PACKED, width_of
+from attnpatch.attention_call import PACKED, AttentionCall, width_of
 from attnpatch.kernels.decode.codes import BYTES, INT8_ROWS, INT8_WORDS, WORDS, levels_of_bytes, levels_of_words
 
 _FLOAT = """{{
@@ -131,6 +131,17 @@ def _codes(x: Tensor, dtype: torch.dtype, words: tuple[int, ...] | None, block_m
 def is_per_head(scale: Tensor | None, paged: bool) -> bool:
     """Whether all keys of a head share one scale."""
     return scale is not None and scale.dim() == 3 and scale.stride(2) == 0 and (not paged or scale.stride(0) == 0)
+
+
+def has_whole_norms(call: AttentionCall) -> bool:
+    """Whether sixteen norms, from a multiple of 16 on, can be read where one of them is wanted.
+
+    Loads of 4 bytes and more are asynchronous; to know that a tile of norms consists of them, the compiler must know
+    that their mask changes at such multiples only.
+    """
+    sides = [x for x in (call.k_scale, call.v_scale) if x is not None and x.dim() == 4]
+    whole = all(x.stride(2) == 1 and all(n % 16 == 0 for n in (*x.stride()[:2], x.shape[2])) for x in sides)
+    return bool(sides) and whole and call.block_table is None and call.cu_seqlens_k is None
 
 
 @triton.jit
