@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from attnpatch.attention_call import MAX_APPEND
 
+GROUP = MAX_APPEND
+"""Tokens of one forward: the most that attend on their own keys as they are stored."""
+
 
 @dataclass(frozen=True)
 class LayerCost:
@@ -74,12 +77,12 @@ class Probe:
 def probe(model: nn.Module, text: str | Tensor, tokenizer: Any = None, **choice: Any) -> Probe:
     """Run a text through a model with and without a :class:`attnpatch.TBQ4Cache`.
 
-    The tokens go in groups of 64, each attending on its own keys as they are stored, as in generation. The model runs
-    as it is, patched or not.
+    The first 64 tokens are a prompt. The others follow in groups of 64, each attending on keys and values as they are
+    stored, its own included, as one by one in generation. The model runs as it is, patched or not.
 
     Args:
         model: a decoder of transformers.
-        text: or its ids, int64 ``[1, tokens]``, two or more.
+        text: or its ids, int64 ``[1, tokens]``, 66 or more.
         tokenizer: makes ids of a text.
         **choice: arguments of :class:`attnpatch.TBQ4Cache`.
 
@@ -96,7 +99,7 @@ def probe(model: nn.Module, text: str | Tensor, tokenizer: Any = None, **choice:
         exact = _perplexity(model, ids, DynamicCache(config=model.config))
     perplexity = _perplexity(model, ids, TBQ4Cache(model, **choice))
     layers = tuple(_cost(cache.layers[i], error) for i, error in sorted(errors.items()))
-    return Probe(layers, ids.shape[1] - 1, exact, perplexity)
+    return Probe(layers, ids.shape[1] - 1 - GROUP, exact, perplexity)
 
 
 def _ids(text: Any, tokenizer: Any) -> Tensor:
@@ -104,24 +107,21 @@ def _ids(text: Any, tokenizer: Any) -> Tensor:
         if tokenizer is None:
             raise ValueError("probe needs the tokenizer of a text: probe(model, text, tokenizer), or give it ids")
         text = tokenizer(text, return_tensors="pt")["input_ids"]
-    if text.dim() != 2 or text.shape[0] != 1 or text.shape[1] < 2:
-        raise ValueError(f"probe takes ids of one sequence of two tokens or more, [1, tokens]; got {tuple(text.shape)}")
+    if text.dim() != 2 or text.shape[0] != 1 or text.shape[1] < GROUP + 2:
+        raise ValueError(
+            f"probe takes one sequence of {GROUP + 2} tokens or more, a prompt of {GROUP} and what it is measured on; "
+            f"got ids of shape {tuple(text.shape)}"
+        )
     return text
 
 
 def _perplexity(model: nn.Module, ids: Tensor, cache: Any) -> float:
-    """Of all tokens but the first, which goes alone: what is first in a cache is not read from it."""
-    loss = 0.0
-    inputs, labels = ids[:, :-1], ids[:, 1:]
-    groups = zip(_groups(inputs), _groups(labels), strict=True)
-    for group, expected in groups:
-        logits = model.forward(group, past_key_values=cache, use_cache=True).logits  # past a patch
-        loss += nn.functional.cross_entropy(logits[0].float(), expected[0], reduction="sum").item()
-    return math.exp(loss / labels.shape[1])
-
-
-def _groups(ids: Tensor) -> tuple[Tensor, ...]:
-    return (ids[:, :1], *ids[:, 1:].split(MAX_APPEND, dim=1))
+    """Of what follows the first group, which no cache is read for."""
+    losses = []
+    for inputs, labels in zip(ids[:, :-1].split(GROUP, dim=1), ids[:, 1:].split(GROUP, dim=1), strict=True):
+        logits = model.forward(inputs, past_key_values=cache, use_cache=True).logits[0]  # past a patch
+        losses.append(nn.functional.cross_entropy(logits.float(), labels[0], reduction="none"))
+    return math.exp(torch.cat(losses[1:]).double().mean().item())
 
 
 class _Error:
@@ -159,7 +159,8 @@ def _comparison(cache: Any, error: _Error) -> Any:
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         (name,) = (name for name in kwargs if name in ("past_key_values", "cache"))
         got = module.forward(*args, **{**kwargs, name: cache})
-        error.add(*(x[0] if isinstance(x, tuple) else x for x in (got, output)))
+        if not cache.tokens.first:
+            error.add(*(x[0] if isinstance(x, tuple) else x for x in (got, output)))
 
     return compare
 
