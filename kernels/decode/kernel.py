@@ -2,7 +2,7 @@
 
     _split_kernel     program = (sequence, tile of rows, kv head, split): BLOCK_M rows against keys [lo, hi)
                       -> a normalised output o_s, its maximum m_s (base 2) and sum l_s per split and row
-    _merge_kernel     o = sum_s w_s o_s / sum_s w_s  with  w_s = l_s exp2(m_s - max_s m_s);  the sink, and lse
+    _merge_kernel     o = sum_s w_s o_s / sum_s w_s  with  w_s = l_s exp2(m_s - max_s m_s);  the sink, and lse (merge.py)
 
 A row is a query of one head; the group's heads of a query lie side by side in a tile, so that a tile of 16 holds one
 query of 16 heads or four of 4. One split needs no merge: it finishes by itself.
@@ -17,7 +17,11 @@ Lengths are read on the device: a static cache is read only up to its valid leng
 the length grows. A split with no key writes m = -inf and l = 0, and its output is not read.
 
 Keys may lie in pages (a row of ``block_table`` per sequence), packed (``cu_seqlens_k``), and in 8 bits with a scale per
-row: scales multiply scores and probabilities, never the elements of K and V.
+row: scales multiply scores and probabilities, never the elements of K and V. Of TBQ4 codes (codes.py) K meets a q that
+_rotate_kernel has rotated (queries.py), and what comes of V is rotated back by the merge.
+
+K and V are loaded as tiles: one, or one per block of codes, each with its norm. A tile unpacks into planes (unpack.py),
+every second or fourth channel of it, and each plane has its part of q or its accumulator.
 
 Letters: b sequence, h query head, i query, r row of a tile, n key, d head dim.
 """
@@ -26,12 +30,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnpatch.kernels.common.hadamard import unrotate
 from attnpatch.kernels.common.primitives import (
     LOG2E,
     accumulate,
     apply_mask_tile,
-    head_base,
     load_bounds,
     load_offset,
     load_padding,
@@ -42,9 +44,10 @@ from attnpatch.kernels.common.primitives import (
     online_softmax,
     with_sink,
 )
-from attnpatch.kernels.decode.codes import BYTES, INT8_WORDS, STEP, UPPER, positive, scaled
+from attnpatch.kernels.decode.codes import BYTES, INT8_WORDS, UPPER, positive, scaled
+from attnpatch.kernels.decode.merge import statistics
 from attnpatch.kernels.decode.places import key_pages, load_keys, load_norms, load_scales, row_pointers, sequence_of
-from attnpatch.kernels.decode.plan import plan_of_program, share_of, splits_of_row
+from attnpatch.kernels.decode.plan import plan_of_program, share_of
 from attnpatch.kernels.decode.queries import factors_of_rotated, load_queries, scores, sum_of_halves
 from attnpatch.kernels.decode.unpack import planes
 
@@ -208,6 +211,8 @@ def _split_kernel(
     scale = LOG2E if NATURAL else sm_scale * LOG2E
     rows = (b_q * num_kv_heads * GROUP_SIZE + heads) * seqlen_q + first_query + queries
     num_rows = o_stride_split // HEAD_DIM_V  # where there is a merge
+    if PDL and K_CODES:
+        gdc_wait()  # for _rotate_kernel
     q_planes = load_queries(
         q, q_strides, rotated, *(b_q, heads, first_query + queries, rows, num_rows, exists),
         *(K_UNPACK, K_STEPS, K_TILES, HEAD_DIM, DTYPE, BLOCK_M, BLOCK_K),
@@ -256,7 +261,9 @@ def _split_kernel(
                         part *= largest
                     elif k_scale is not None and not K_SCALE_PER_HEAD:
                         base = k_scale if K_TILES == 1 else k_scale + side * k_scale_strides[3]
-                        norms = load_scales(base, k_scale_strides, pages, b_k, h_kv, first_key, keys, with_scale, PAGE_SIZE)
+                        norms = load_scales(
+                            base, k_scale_strides, pages, *(b_k, h_kv, first_key, keys, with_scale, PAGE_SIZE)
+                        )
                         part *= norms[None, :]
                     s = part if side == 0 else s + part
                 for side in tl.static_range(V_TILES):
@@ -292,9 +299,11 @@ def _split_kernel(
                 for side in tl.static_range(V_TILES):
                     if V_SCALES:
                         base = v_scale if V_TILES == 1 else v_scale + side * v_scale_strides[3]
-                        norms = load_scales(base, v_scale_strides, pages, b_k, h_kv, first_key, keys, with_scale, PAGE_SIZE)
+                        norms = load_scales(
+                            base, v_scale_strides, pages, *(b_k, h_kv, first_key, keys, with_scale, PAGE_SIZE)
+                        )
                         if (run == 0 and SCATTERED) or WHOLE_TILES:
-                            norms = tl.where(seen, norms, 0.0)  # in the load's mask, it would have to wait for a product
+                            norms = tl.where(seen, norms, 0.0)  # as the load's mask it would wait for a product
                         weights = weights + (norms,)
                 if V_SCALES and V_DTYPE == tl.float16:  # a product with p may be too small for it: 4 / 57344 is
                     largest = unit
@@ -354,13 +363,6 @@ def _split_kernel(
 
 
 @triton.jit
-def statistics(partial, num_splits, split_size, HEAD_DIM_V: tl.constexpr):
-    """Where maxima and sums lie: behind the outputs of all splits, ``split_size`` elements each."""
-    m = partial + tl.cast(num_splits, tl.int64) * split_size
-    return m, m + tl.cast(num_splits, tl.int64) * (split_size // HEAD_DIM_V)
-
-
-@triton.jit
 def _in_stretch(keys, start, stop, ALIKE: tl.constexpr):
     """Which keys each row's stretch holds, ``[rows or 1, keys]``."""
     if ALIKE:
@@ -368,83 +370,3 @@ def _in_stretch(keys, start, stop, ALIKE: tl.constexpr):
     else:
         visible = (keys[None, :] >= start[:, None]) & (keys[None, :] < stop[:, None])
     return visible
-
-
-@triton.jit(
-    do_not_specialize=[
-        *("q_offset", "window_left", "window_right", "batch", "num_heads", "seqlen_q", "seqlen_k", "num_rows"),
-        *("num_splits", "parts", "least_share", "most_share"),
-    ]
-)
-def _merge_kernel(
-    partial,  # fp32 [num_splits, .., HEAD_DIM_V], then m and l
-    cu_seqlens_q,
-    cu_seqlens_k,
-    sinks,  # [batch, num_heads], or None
-    q_offset,
-    o,  # [batch, num_heads, seqlen_q, HEAD_DIM_V]
-    lse,  # fp32 [batch, num_heads, seqlen_q], contiguous, or None
-    window_left,
-    window_right,
-    sinks_strides,
-    offset_stride,
-    o_strides,
-    batch,
-    num_heads,
-    seqlen_q,
-    seqlen_k,
-    num_rows,
-    num_splits,
-    parts,
-    least_share,
-    most_share,
-    GROUP_SIZE: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    V_BLOCKS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Merge the splits of one row, BLOCK_S at a time."""
-    row = tl.program_id(0)
-    cols = tl.arange(0, BLOCK_DV)
-    i, h, b_q = row % seqlen_q, row // seqlen_q % num_heads, row // seqlen_q // num_heads
-    splits = splits_of_row(
-        *(b_q, i, q_offset, offset_stride, cu_seqlens_q, cu_seqlens_k, batch, seqlen_q, seqlen_k),
-        *(window_left, window_right, num_splits, parts, least_share, most_share),
-        *(GROUP_SIZE, BLOCK_M, BLOCK_N, BLOCK_B),
-    )
-
-    if PDL:
-        gdc_wait()
-    m, l = statistics(partial, num_splits, num_rows.to(tl.int64) * HEAD_DIM_V, HEAD_DIM_V)
-    top = tl.full([], float("-inf"), tl.float32)
-    total = tl.full([], 0.0, tl.float32)
-    merged = tl.zeros([BLOCK_DV], tl.float32)
-    for first in tl.range(0, splits, BLOCK_S):
-        split = first + tl.arange(0, BLOCK_S)
-        rows = split.to(tl.int64) * num_rows + row
-        m_s = tl.load(m + rows, mask=split < splits, other=float("-inf"))
-        l_s = tl.load(l + rows, mask=split < splits, other=0.0)
-        written = (m_s != float("-inf"))[:, None] & (cols < HEAD_DIM_V)[None, :]
-        o_s = tl.load(partial + rows[:, None] * HEAD_DIM_V + cols[None, :], mask=written, other=0.0)
-        new_top = tl.maximum(top, tl.max(m_s, axis=0))
-        safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-        alpha = tl.math.exp2(top - safe_top)
-        weights = l_s * tl.math.exp2(m_s - safe_top)  # [BLOCK_S]
-        total = total * alpha + tl.sum(weights, axis=0)
-        merged = merged * alpha + tl.sum(o_s * weights[:, None], axis=0)
-        top = new_top
-    if sinks is not None:
-        alpha, top, total = with_sink(top, total, load_per_head(sinks, sinks_strides, b_q, h))
-        merged *= alpha
-    if lse is not None:
-        tl.store(lse + row, natural_lse(top, total))
-    merged *= tl.math.div_rn(1.0, tl.where(total == 0.0, 1.0, total))
-    if V_BLOCKS is not None:
-        merged = unrotate(merged * STEP, V_BLOCKS)
-    pointers = head_base(o, o_strides, b_q, h) + i.to(tl.int64) * o_strides[2] + cols.to(tl.int64) * o_strides[3]
-    tl.store(pointers, merged.to(o.dtype.element_ty), mask=cols < HEAD_DIM_V)

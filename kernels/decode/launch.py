@@ -20,7 +20,8 @@ from attnpatch.kernels.common.support import (
     strides,
 )
 from attnpatch.kernels.decode.configs import DecodeConfig, Plan, choose_config, choose_merge, choose_plan
-from attnpatch.kernels.decode.kernel import _merge_kernel, _split_kernel
+from attnpatch.kernels.decode.kernel import _split_kernel
+from attnpatch.kernels.decode.merge import _merge_kernel
 from attnpatch.kernels.decode.queries import _rotate_kernel
 from attnpatch.kernels.decode.unpack import Form, form_of, has_whole_norms, is_per_head
 from attnpatch.tbq4 import blocks_of
@@ -89,7 +90,7 @@ def _launches(
     launch = _split(call, config, plan, precision, forms, merge, shared)
     scratch = [plan.num_splits * rows * (call.head_dim_v + 2)] if plan.merges else []
     if call.k.dtype == PACKED:
-        launch = _rotate(call, forms[0], rows, launch)
+        launch = _rotate(call, forms[0], rows, shared["PDL"], launch)
         scratch.insert(0, rows * (call.head_dim * (2 if call.q.dtype == torch.float32 else 1) // 2 + 1))
     return Launches(launch, output, tuple(scratch))
 
@@ -190,10 +191,11 @@ def _split(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **shared,
+        **({"launch_pdl": True} if rotated and shared["PDL"] else {}),
     )
 
 
-def _rotate(call: AttentionCall, form: Form, rows: int, then: Launch) -> Launch:
+def _rotate(call: AttentionCall, form: Form, rows: int, overlaps: bool, then: Launch) -> Launch:
     return Launch(
         _rotate_kernel,
         rows,
@@ -209,6 +211,7 @@ def _rotate(call: AttentionCall, form: Form, rows: int, then: Launch) -> Launch:
         BLOCKS=_blocks(call.k, call.head_dim),
         UNPACK=form.unpack,
         DTYPE=_DTYPES[call.q.dtype],
+        PDL=overlaps,
         BLOCK_D=padded_width(call.head_dim),
         num_warps=1,
     )
@@ -244,5 +247,5 @@ def _output_strides(call: AttentionCall) -> tuple[int, ...]:
 
 
 def _overlaps(device: torch.device) -> bool:
-    """Whether there is programmatic dependent launch: the merge starts up while the split kernel still runs."""
+    """Whether there is programmatic dependent launch: a kernel starts up while the one before it still runs."""
     return device.type == "cuda" and capability(device) >= (9, 0)

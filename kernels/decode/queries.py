@@ -9,6 +9,7 @@ of q, in one order and contiguous, then a factor per row that makes up for their
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnpatch.kernels.common.hadamard import rotate
 from attnpatch.kernels.common.primitives import head_base, products
@@ -30,9 +31,12 @@ def _rotate_kernel(
     BLOCKS: tl.constexpr,
     UNPACK: tl.constexpr,
     DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Rotate one row of q."""
+    if PDL:
+        gdc_launch_dependents()
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK_D)
     i, h, b = row % seqlen_q, row // seqlen_q % num_heads, row // seqlen_q // num_heads

@@ -270,7 +270,8 @@ def test_nothing_waits_for_the_device(rows):
 
 def test_lengths_do_not_recompile():
     """One kernel serves every length and batch up to the next power of two."""
-    from attnpatch.kernels.decode.kernel import _merge_kernel, _split_kernel
+    from attnpatch.kernels.decode.kernel import _split_kernel
+    from attnpatch.kernels.decode.merge import _merge_kernel
 
     def compiled():
         return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in (_split_kernel, _merge_kernel)]
