@@ -127,6 +127,7 @@ class PackedLayer(CacheLayerMixin):
         with torch.inference_mode(False):  # tensors that live longer than one call are never of an inference mode
             self.keys, self.key_scale = FORMATS[self.formats[0]].empty(key_states, capacity)
             self.values, self.value_scale = FORMATS[self.formats[1]].empty(value_states, capacity)
+            self.centre = key_states.detach().mean(dim=2, keepdim=True) if self.centre_keys else None
         self.device, self.is_initialized = key_states.device, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -134,8 +135,6 @@ class PackedLayer(CacheLayerMixin):
         tokens = self.tokens
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            if self.centre_keys:
-                self.centre = key_states.detach().mean(dim=2, keepdim=True)
         position = tokens.position
         if position.device != key_states.device:
             position = position.to(key_states.device)
