@@ -8,7 +8,7 @@ import torch
 
 from attnpatch.attention_call import QUANTISED
 from attnpatch.kernels.decode.launch import decode
-from attnpatch.kernels.decode.unpack import UNPACKING, is_per_head, unpacking
+from attnpatch.kernels.decode.unpack import UNPACKING, Form, form_of, is_per_head
 from attnpatch.testing.inputs import packed, paged, quantised, random_call
 from tests.kernels.calls import bool_mask, check
 
@@ -142,5 +142,7 @@ def test_which_scales_are_per_head():
 
 
 def test_nothing_is_unpacked_on_the_cpu():
-    assert all(unpacking(torch.empty(1, 2, 64, 128, dtype=x), y, True)[0] is None for x, y in UNPACKING)
+    for x, y in UNPACKING:
+        tile = torch.empty(1, 2, 64, 128, dtype=x)
+        assert form_of(tile, y, True, 16) == Form(None, tile.stride())
     assert {x for x, _ in UNPACKING} == set(QUANTISED)
