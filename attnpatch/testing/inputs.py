@@ -1,6 +1,7 @@
 """Random attention calls for kernel tests and benchmarks, with outputs and cache tails poisoned.
 
-``random_call`` draws a plain one; ``quantised``, ``packed`` and ``paged`` store one as caches and servers do.
+``random_call`` draws a plain one; ``quantised``, ``codes``, ``packed`` and ``paged`` store one as caches and servers
+do.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from attnpatch.attention_call import PACKED, AttentionCall
 from attnpatch.kernels.dense import sequence
 from attnpatch.kernels.reference import attention_lse_reference, hidden_keys
 from attnpatch.masking import without_repeats
+from attnpatch.tbq4 import encode
 from attnpatch.testing.tolerance import assert_same_function
 
 KEYS = ("k", "v", "k_scale", "v_scale")
@@ -97,6 +99,26 @@ def _quantised(x: Tensor, dtype: torch.dtype, per: str) -> tuple[Tensor, Tensor]
     return y.to(dtype), scale.expand(x.shape[:3])
 
 
+def codes(call: AttentionCall, keys: bool = True, values: bool = True) -> AttentionCall:
+    """``call`` with K, V or both in TBQ4 codes; norms of a block lie side by side over the keys, as caches have them.
+
+    Poison stays poison: the norm of a block that holds NaN is NaN.
+    """
+    if keys:
+        k, k_scale = _codes(call.k)
+        call = call._replace(k=k, k_scale=k_scale)
+    if values:
+        v, v_scale = _codes(call.v)
+        call = call._replace(v=v, v_scale=v_scale)
+    return call
+
+
+def _codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of ``x``, and its norms."""
+    encoded, norms = encode(x)
+    return encoded, norms.transpose(2, 3).contiguous().transpose(2, 3)
+
+
 def packed(calls: Sequence[AttentionCall], spare: int = 0) -> AttentionCall:
     """Calls of batch 1 as one call of packed sequences.
 
@@ -132,7 +154,8 @@ def _cu_seqlens(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 def _poison(x: Tensor, shape: Sequence[int]) -> Tensor:
     """NaN, or the largest integer, in the dtype of ``x``."""
-    return torch.full(tuple(shape), 127 if x.dtype == torch.int8 else torch.nan, device=x.device).to(x.dtype)
+    largest = torch.nan if x.dtype.is_floating_point else torch.iinfo(x.dtype).max
+    return torch.full(tuple(shape), largest, device=x.device).to(x.dtype)
 
 
 def paged(call: AttentionCall, page_size: int, spare: int = 3, seed: int = 0) -> AttentionCall:
