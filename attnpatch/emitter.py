@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Mapping
@@ -13,9 +14,10 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from attnpatch.affine import Affine
+from attnpatch.attention_call import PACKED
 from attnpatch.edges import EdgeEmitter, scalar_nodes
 from attnpatch.graph import VIEWS, Writes, emit, erase_dead, is_tensor, op, shape, value, written_by
-from attnpatch.rule import Operand, Site, Storage, Streamed, Terms
+from attnpatch.rule import Operand, Site, Storage, Streamed, Terms, Turn
 
 
 class Keys(NamedTuple):
@@ -45,6 +47,9 @@ class Emitter:
         """Put the operator right before the site's anchor, hand it the readers, erase what became dead."""
         with self.graph.inserting_before(site.before or site.anchor):
             o, lse = self._operator(site, writes)
+            o = self._turned(o, site.storage.v_turn, site.anchor)
+            if site.storage.v_turn.factor != 1.0:
+                o = self._emit(operator.mul, o, site.storage.v_turn.factor, like=site.anchor)
             o = self._arranged(Operand(o, (), site.output), site.anchor)
             if value(o).dtype != value(site.anchor).dtype:
                 o = self._emit("to", o, value(site.anchor).dtype, like=site.anchor)
@@ -60,6 +65,8 @@ class Emitter:
         for node in site.interior:
             _erase_unread(self.graph, node, {*site.interior, site.anchor})
         erase_dead(self.graph, [site.anchor, *reversed(site.interior)])
+        for node in reversed(site.storage.unpacked):
+            _erase_checks(self.graph, node)
 
     def _emit(self, target: Any, *args: Any, like: Node, **kwargs: Any) -> Node:
         return emit(self.graph, target, *args, like=like, **kwargs)
@@ -89,13 +96,33 @@ class Emitter:
             q = self._emit(operator.mul if kind == "mul" else operator.truediv, q, factor, like=like)
         if value(q).dtype != site.storage.dtype:
             q = self._emit("to", q, site.storage.dtype, like=like)
-        return q
+        return self._turned(q, site.storage.k_turn.inverse, like)
+
+    def _turned(self, x: Node, turn: Turn, like: Node) -> Node:
+        """``x`` with its channels in another order, or multiplied with an orthogonal matrix; never the factor."""
+        if turn.order is not None:
+            return self._emit("index_select", x, 3, self._constant("channels", turn.order, x, like), like=like)
+        if turn.matrix is None:
+            return x
+        matrix = self._constant("turn", turn.matrix.float(), x, like)
+        wide = self._emit(operator.matmul, self._emit("float", x, like=like), matrix, like=like)
+        return self._emit("to", wide, value(x).dtype, like=like)
+
+    def _constant(self, name: str, tensor: torch.Tensor, x: Node, like: Node) -> Node:
+        """A tensor as an attribute of the graph, on the device of ``x``."""
+        device = value(x).device
+        key = (name, tensor.numpy().tobytes(), device)
+        if key not in self.shared:
+            first = next(n for n in self.graph.nodes if n.op != "placeholder")
+            with self.graph.inserting_before(first):
+                self.shared[key] = constant(self.graph, name, tensor.to(device), like=like)
+        return self.shared[key]
 
     def _keys(self, site: Site, writes: Writes) -> Keys:
         """K, V and what tells how they lie in memory."""
         like, stored = site.anchor, site.storage
         k, v = self._arranged(site.k, like), self._arranged(site.v, like)
-        scales = (self._scale(x, like) for x in (stored.k_scales, stored.v_scales))
+        scales = (self._scale(x, y, like) for x, y in ((stored.k_scales, k), (stored.v_scales, v)))
         return Keys(k, v, self._block_table(stored, k, like, writes), *scales)
 
     def _block_table(self, stored: Storage, k: Node, like: Node, writes: Writes) -> Node | None:
@@ -110,10 +137,12 @@ class Emitter:
             self.shared[key] = ids
         return self.shared[key]
 
-    def _scale(self, scales: list[Operand] | None, like: Node) -> Node | None:
-        """The product of the scales in float32, broadcastable to the rows of k or v; ones where there is none."""
+    def _scale(self, scales: list[Operand] | None, codes: Node, like: Node) -> Node | None:
+        """The norms, or the product of the scales in float32, broadcastable to the rows; ones where there is none."""
         if scales is None:
             return None
+        if value(codes).dtype == PACKED:
+            return self._arranged(scales[0], like)
         numbers = [x.node for x in scales if not is_tensor(x.node)]
         total: Node | None = None
         for scale in (x for x in scales if is_tensor(x.node)):
@@ -154,7 +183,7 @@ class Emitter:
             **self.arguments,
         }
         given = {name: x for name, x in given.items() if x is not None}
-        tensors = (q, keys.k, keys.v, site.sm_scale)
+        tensors = (q, keys.k, keys.v, site.sm_scale * site.storage.k_turn.factor)
         if site.lse is None:
             return self._emit(torch.ops.attnpatch.attention.default, *tensors, like=like, **given), None
         both = self._emit(torch.ops.attnpatch.attention_lse.default, *tensors, like=like, **given)
@@ -325,6 +354,25 @@ def _erase_unread(graph: Graph, node: Node, inside: set[Node]) -> None:
         if user not in inside and not user._erased:
             _erase_unread(graph, user, inside)
             erase_dead(graph, [user])
+
+
+def _erase_checks(graph: Graph, node: Node) -> None:
+    """Erase checks of a tensor's dtype, which torch.export writes: they would keep it alive."""
+    checks = [] if node._erased else [x for x in node.users if op(x) == "_assert_tensor_metadata"]
+    if checks and len(checks) == len(node.users):
+        erase_dead(graph, checks)
+
+
+def constant(graph: Graph, name: str, tensor: torch.Tensor, like: Node) -> Node:
+    """A tensor as an attribute of the graph's module."""
+    module: Any = graph.owning_module
+    numbers = (i for i in itertools.count() if not hasattr(module, f"_attnpatch_{name}_{i}"))
+    target = f"_attnpatch_{name}_{next(numbers)}"
+    module.register_buffer(target, tensor, persistent=False)
+    node = graph.get_attr(target)
+    with value(like).fake_mode as mode:
+        node.meta["example_value"] = mode.from_tensor(tensor)
+    return node
 
 
 def _rerun(user: Node, x: Any) -> Any:

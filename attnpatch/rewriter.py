@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map
 
+from attnpatch.attention_call import PACKED
 from attnpatch.edges import tensor_nodes
 from attnpatch.emitter import Emitter
 from attnpatch.errors import Refused
@@ -98,11 +99,15 @@ def _dtype(node: Node) -> str:
 
 
 def _storage_words(site: Site) -> list[str]:
-    """Where K and V lie in another way than as attention reads them: ``pages``, ``int8 K``."""
+    """How K and V lie in another way than as attention reads them: ``pages``, ``int8 K``, ``TBQ4 V``."""
     stored = site.storage
     codes = [("K", site.k, stored.k_scales), ("V", site.v, stored.v_scales)]
-    quantised = [f"{_dtype(x.node)} {name}" for name, x, scales in codes if scales is not None]
-    return [*([] if stored.block_table is None else ["pages"]), *quantised]
+    quantised = [f"{_form(x.node)} {name}" for name, x, scales in codes if scales is not None]
+    return [*([] if stored.block_table is None else ["pages"]), *quantised, *stored.kept]
+
+
+def _form(codes: Node) -> str:
+    return "TBQ4" if value(codes).dtype == PACKED else _dtype(codes)
 
 
 def _check_writes(site: Site, writes: Writes) -> None:

@@ -28,6 +28,26 @@ class Operand(NamedTuple):
     steps: tuple[Step, ...] = ()
 
 
+class Turn(NamedTuple):
+    """What K or V is of what its codes stand for: ``x = factor * decode(codes)[..., order] @ matrix``.
+
+    Args:
+        factor: a positive number.
+        order: int64 ``[head_dim]`` on the CPU, or None where the channels keep their order.
+        matrix: orthogonal ``[head_dim, head_dim]``, float64 on the CPU, or None.
+    """
+
+    factor: float = 1.0
+    order: torch.Tensor | None = None
+    matrix: torch.Tensor | None = None
+
+    @property
+    def inverse(self) -> Turn:
+        """What q is multiplied by instead of K, as a turn."""
+        order, matrix = self.order, self.matrix
+        return Turn(self.factor, None if order is None else order.argsort(), None if matrix is None else matrix.T)
+
+
 class Storage(NamedTuple):
     """How K and V lie in memory.
 
@@ -36,8 +56,13 @@ class Storage(NamedTuple):
         block_table: ids of the pages, arranged to ``[batch, num_blocks]``; k and v are pools then.
         counts_back: whether a negative id counts from the end of the pool.
         k_scales: factors of k's codes, each arranged to three dimensions that broadcast to ``k.shape[:3]``, or a number
-            as its node. None when k is not quantised; empty when its codes are its values.
+            as its node. None when k is not quantised; empty when its codes are its values. Of TBQ4 codes, the norms
+            alone, arranged to ``[*k.shape[:3], num_blocks]``.
         v_scales: likewise of v.
+        k_turn: what k is of what its TBQ4 codes stand for.
+        v_turn: likewise of v.
+        unpacked: nodes that unpack codes, which nothing may read any more.
+        kept: sentences that say why K or V is unpacked in the graph although it is made of codes.
     """
 
     dtype: torch.dtype
@@ -45,6 +70,10 @@ class Storage(NamedTuple):
     counts_back: bool = False
     k_scales: list[Operand] | None = None
     v_scales: list[Operand] | None = None
+    k_turn: Turn = Turn()
+    v_turn: Turn = Turn()
+    unpacked: tuple[Node, ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from attnpatch.errors import Refused
 from attnpatch.graph import is_tensor, place, shape, value
 from attnpatch.rewrites.operands import Reading, batch_axes, head_axes, names, peel, read, said
 from attnpatch.rewrites.storage import Stored, Unwrapper
-from attnpatch.rule import Operand, Storage
+from attnpatch.rule import Operand, Storage, Turn
 
 
 class Roles(NamedTuple):
@@ -54,19 +54,22 @@ class Arrangement:
     def __init__(self, axes: Axes, q: Operand, k: Operand, v: Operand, roles: Roles, reading: Reading) -> None:
         self.axes, self.roles, self.reading = axes, roles, reading
         self._queries = peel(q, axes, reading)
+        self._kept = ["", ""]
         *deeper, dense = self._pairs(k, v)
-        if not value(reading.anchor).requires_grad:  # there is no backward to pools and codes
-            for pair in deeper:
-                if self._is_arranged(*pair):
-                    return
-        self._arrange(*dense)
+        if not any(self._is_arranged(*pair) for pair in deeper):
+            self._arrange(*dense)
 
     def _is_arranged(self, k: Stored, v: Stored) -> bool:
         """Whether K and V could be handed over that way; then they are."""
         try:
+            if value(self.reading.anchor).requires_grad:
+                raise Refused("there is no backward to pools and codes")
             self._arrange(k, v)
             self._check_reads()
-        except Refused:
+        except Refused as refusal:
+            self._kept = [
+                kept or (str(refusal) if x.packed else "") for kept, x in zip(self._kept, (k, v), strict=True)
+            ]
             return False
         return True
 
@@ -95,8 +98,21 @@ class Arrangement:
         self.v, v_scales = self._placed(v, (batch, kv_heads, key, self.feature_v), blocks)
         self.sizes = (axes.size(heads), axes.size(kv_heads), axes.size(feature))
         self.seqlens = (axes.size(row), axes.size(key))
-        self.storage = Storage(self._dtype(k.dtype, v.dtype), table, k.counts_back, k_scales, v_scales)
+        self._stored = k, v
+        k_turn, v_turn = (Turn() if x.packed is None else x.packed.turn for x in (k, v))
+        unpacked = tuple(node for x in (k, v) if x.packed is not None for node in x.packed.steps)
+        dtype = self._dtype(k.dtype, v.dtype)
+        self.storage = Storage(
+            dtype, table, k.counts_back, k_scales, v_scales, k_turn, v_turn, unpacked, self._words(k, v)
+        )
         self.reads = list(self._reads())
+
+    def _words(self, *both: Stored) -> tuple[str, ...]:
+        """Why K or V is unpacked in the graph although it is made of codes."""
+        reasons = zip("KV", both, self._kept, strict=True)
+        return tuple(
+            f"{name} unpacked: {x.kept or kept}" for name, x, kept in reasons if not x.packed and (x.kept or kept)
+        )
 
     def _layout(self, absent: set[str]) -> tuple[Layout, tuple[str, ...]]:
         every = head_axes(self.roles.shared, self.axes)
@@ -122,6 +138,8 @@ class Arrangement:
 
     def _placed(self, x: Stored, dense: Dims, blocks: tuple[str, ...]) -> tuple[Operand, list[Operand] | None]:
         """K or V with the steps to the operator's layout, and its scales."""
+        if x.packed is not None:
+            dense = (*dense[:3], *self.axes.resolve(x.packed.codes.dims[-1:]))
         if x.ids is None:
             target, choices = dense, x.choices
         else:
@@ -131,11 +149,12 @@ class Arrangement:
         placed = self._choose(choices, target)
         if x.ids is not None and _copies(placed):
             raise Refused(f"the pool {placed.node.name} would be copied")
-        scales = None if x.scales is None else [self._scale(scale, target[:3]) for scale in x.scales]
+        rows = target[:3] if x.packed is None else (*target[:3], x.packed.blocks)
+        scales = None if x.scales is None else [self._scale(scale, rows) for scale in x.scales]
         return placed, scales
 
     def _scale(self, choices: list[Operand], target: Dims) -> Operand:
-        """A scale that broadcasts to ``target``: the rows of K or V."""
+        """A scale that broadcasts to ``target``: the rows of K or V, of norms their blocks too."""
         if not is_tensor(choices[-1].node):
             return choices[-1]
         own = names(choices[-1].dims, self.axes)
@@ -174,10 +193,13 @@ class Arrangement:
         return own[0]
 
     def _reads(self) -> Iterator[tuple[Node, Node]]:
-        _, table, _, k_scales, v_scales = self.storage
+        _, table, _, k_scales, v_scales, *_ = self.storage
+        packed = (None, *(x.packed for x in self._stored))
         sources = ([self.q], [self.k, table, *(k_scales or ())], [self.v, *(v_scales or ())])
-        for tensors, operand, reader in zip(sources, self.reading.operands, self.reading.products, strict=True):
-            yield from (read(x.node, operand, reader) for x in tensors if x is not None and is_tensor(x.node))
+        places = zip(sources, self.reading.operands, self.reading.products, packed, strict=True)
+        for tensors, operand, reader, codes in places:
+            for x in (x for x in tensors if x is not None and is_tensor(x.node)):
+                yield read(x.node, operand, reader) if codes is None else codes.read(x.node)
 
     def _check_reads(self) -> None:
         """Refuse to read a pool or codes later than the original does, when something is written there meanwhile."""

@@ -1,7 +1,7 @@
-"""How K or V lies in memory: as attention reads it, or as a pool with ids of pages, or as codes with scales.
+"""How K or V lies in memory: as attention reads it, or as a pool with ids of pages, or as codes with scales or norms.
 
 before   k = (pool[ids].float() * scales[ids]).reshape(...)
-after    the pool, the ids and the scales as terms of the operator; nothing is gathered or multiplied out
+after    the pool, the ids and the scales as terms of the operator; nothing is gathered, multiplied out or unpacked
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from attnpatch.axes import Axes, Dims
+from attnpatch.errors import Refused
 from attnpatch.graph import VIEWS, arg, is_tensor, op, shape, value
+from attnpatch.rewrites.codes import Packed, read_packed
+from attnpatch.rewrites.constants import Constants
 from attnpatch.rewrites.dequant import is_codes, is_made_of_codes, read_factor
 from attnpatch.rewrites.gathers import Gather, read_gather
 from attnpatch.rewrites.operands import Reading, names, peel, regroups, way
@@ -33,8 +36,10 @@ class Stored(NamedTuple):
         ids: which pages or tokens of the pool are the keys, or None.
         picked: the axis of the pool that the ids number.
         counts_back: whether a negative id counts from its end.
-        scales: what the codes are multiplied by, or None when there are none to multiply.
+        scales: what the codes are multiplied by, or None when there are none to multiply. Of TBQ4 codes, the norms.
         dtype: of the product of codes and scales.
+        packed: of TBQ4 codes, how they are unpacked.
+        kept: why it is not known to be packed although it is made of nibbles, a sentence.
     """
 
     choices: list[Operand]
@@ -43,6 +48,13 @@ class Stored(NamedTuple):
     counts_back: bool = False
     scales: tuple[list[Operand], ...] | None = None
     dtype: torch.dtype | None = None
+    packed: Packed | None = None
+    kept: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is K or V, not a step on the way to codes."""
+        return self.scales is None or self.packed is not None or is_codes(self.source)
 
     @property
     def source(self) -> Operand:
@@ -61,16 +73,31 @@ class Unwrapper:
 
     def __init__(self, axes: Axes, shared: Dims, reading: Reading) -> None:
         self.axes, self.shared, self.reading = axes, shared, reading
+        self._constants = Constants(reading.writes)
 
     def ways(self, x: Operand, feature: tuple[str, ...]) -> list[Stored]:
         """Every way ``x`` can be handed to the operator: first as attention reads it, then ever deeper."""
         stored: Stored | None = Stored(self._peel(x))
         found: list[Stored] = []
         while stored is not None:
-            if stored.scales is None or is_codes(stored.source):
+            if stored.is_whole:
                 found.append(stored)
-            stored = self._ungathered(stored) or self._unscaled(stored, feature)
+            try:
+                stored = self._unpacked(stored, feature) or self._ungathered(stored) or self._unscaled(stored, feature)
+            except Refused as refusal:
+                return [*found[:-1], found[-1]._replace(kept=str(refusal))]
         return found
+
+    def _unpacked(self, stored: Stored, feature: tuple[str, ...]) -> Stored | None:
+        """The TBQ4 codes that K or V is unpacked of."""
+        if stored.scales is not None or not is_tensor(stored.source.node):
+            return None
+        feature = self.axes.resolve((feature,))[0]
+        packed = read_packed(self._resolved(stored.source), feature, self.axes, self.reading, self._constants)
+        if packed is None:
+            return None
+        choices, norms = self._peel(packed.codes), self._peel(packed.norms)
+        return Stored(choices, stored.ids, scales=(norms,), dtype=value(stored.source.node).dtype, packed=packed)
 
     def _peel(self, x: Operand) -> list[Operand]:
         return peel(x, self.axes, self.reading, self.shared) if is_tensor(x.node) else [x]
@@ -86,7 +113,7 @@ class Unwrapper:
             return None
         kept = None if stored.scales is None else tuple(scale for scale in scales if scale is not None)
         pool = self._peel(gather.source(picked))
-        return Stored(pool, ids, picked, gather.counts_back, kept, stored.dtype)
+        return Stored(pool, ids, picked, gather.counts_back, kept, stored.dtype, stored.packed)
 
     def _gather(self, x: Operand) -> Gather | None:
         """The gather that ``x`` is, or is a view of that cuts across pages and sequences, and still holds."""
@@ -112,7 +139,7 @@ class Unwrapper:
 
     def _unscaled(self, stored: Stored, feature: tuple[str, ...]) -> Stored | None:
         """What one cast or one scale is taken off of."""
-        if is_codes(stored.source) or not is_made_of_codes(stored.source):
+        if stored.packed or is_codes(stored.source) or not is_made_of_codes(stored.source):
             return None
         found = read_factor(self._resolved(stored.source), self.axes.resolve((feature,))[0])
         if found is None:
