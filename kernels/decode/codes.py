@@ -129,11 +129,9 @@ def level(code):
 
 @triton.jit
 def scaled(levels, norms):
-    """Both planes of bytes times ``norms``, and what products with them are to be multiplied by: 1 is the largest."""
-    largest = positive(tl.max(norms))
-    norms /= largest
+    """Both planes of bytes as the channels of a rotated row: the levels times STEP and ``norms``."""
     dtype: tl.constexpr = levels[0].dtype
-    return ((levels[0] * norms).to(dtype), (levels[1] * norms).to(dtype)), largest
+    return ((levels[0] * norms * STEP).to(dtype), (levels[1] * norms * STEP).to(dtype))
 
 
 @triton.jit

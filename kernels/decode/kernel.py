@@ -2,7 +2,7 @@
 
     _split_kernel     program = (sequence, tile of rows, kv head, split): BLOCK_M rows against keys [lo, hi)
                       -> a normalised output o_s, its maximum m_s (base 2) and sum l_s per split and row
-    _merge_kernel     o = sum_s w_s o_s / sum_s w_s  with  w_s = l_s exp2(m_s - max_s m_s);  the sink, and lse (merge.py)
+    _merge_kernel     o = sum_s w_s o_s / sum_s w_s  with  w_s = l_s exp2(m_s - max_s m_s), and lse (merge.py)
 
 A row is a query of one head; the group's heads of a query lie side by side in a tile, so that a tile of 16 holds one
 query of 16 heads or four of 4. One split needs no merge: it finishes by itself.
@@ -44,11 +44,19 @@ from attnpatch.kernels.common.primitives import (
     online_softmax,
     with_sink,
 )
-from attnpatch.kernels.decode.codes import BYTES, INT8_WORDS, UPPER, positive, scaled
+from attnpatch.kernels.decode.codes import BYTES, INT8_WORDS, STEP, UPPER, positive, scaled
 from attnpatch.kernels.decode.merge import statistics
 from attnpatch.kernels.decode.places import key_pages, load_keys, load_norms, load_scales, row_pointers, sequence_of
 from attnpatch.kernels.decode.plan import plan_of_program, share_of
-from attnpatch.kernels.decode.queries import factors_of_rotated, load_queries, scores, sum_of_halves
+from attnpatch.kernels.decode.queries import (
+    copies,
+    factors_of_rotated,
+    load_queries,
+    one_copy,
+    row_copies,
+    scores,
+    sum_of_halves,
+)
 from attnpatch.kernels.decode.unpack import planes
 
 
@@ -155,13 +163,13 @@ def _split_kernel(
     BLOCK_V: tl.constexpr = BLOCK_DV // (V_STEPS * V_TILES)
     K_CODES: tl.constexpr = K_BLOCKS is not None
     V_CODES: tl.constexpr = V_BLOCKS is not None
-    K_DTYPE: tl.constexpr = tl.float16 if K_CODES and tl.float32 != DTYPE else DTYPE  # of the products
-    V_DTYPE: tl.constexpr = tl.float16 if V_CODES and tl.float32 != DTYPE else DTYPE
     K_MIXED: tl.constexpr = K_UNPACK == BYTES and len(K_BLOCKS) > 1  # several norms per tile
     V_MIXED: tl.constexpr = V_UNPACK == BYTES and len(V_BLOCKS) > 1
+    K_DTYPE: tl.constexpr = tl.float16 if K_CODES and tl.float32 != DTYPE else DTYPE  # of the products
+    V_DTYPE: tl.constexpr = tl.float16 if V_CODES and tl.float32 != DTYPE else DTYPE
     V_SCALES: tl.constexpr = v_scale is not None and not V_SCALE_PER_HEAD and not V_MIXED
     WHOLE_TILES: tl.constexpr = WHOLE_NORMS and window_left is None and key_bounds is None  # no odd first key
-    LANES: tl.constexpr = 2 * BLOCK_M if K_UNPACK == INT8_WORDS else BLOCK_M
+    COPIES: tl.constexpr = 2 if K_UNPACK == INT8_WORDS else 1  # of each row among those that are multiplied
     if K_UNPACK is not None and K_UNPACK != BYTES:
         k = k.to(tl.pointer_type(tl.int16), bitcast=True)
     if V_UNPACK is not None and V_UNPACK != BYTES:
@@ -179,8 +187,7 @@ def _split_kernel(
     b_q, first_query, num_queries = sequence_of(cu_seqlens_q, b, seqlen_q)
     b_k, first_key, num_keys = sequence_of(cu_seqlens_k, b, seqlen_k)
     offset = load_offset(q_offset, offset_stride, b)
-    lanes = tl.arange(0, LANES)
-    tile_rows = tile * BLOCK_M + lanes % BLOCK_M
+    tile_rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = tile_rows < num_queries * GROUP_SIZE
     real_rows = tl.minimum(tile_rows, num_queries * GROUP_SIZE - 1)  # rows past the last repeat it
     queries = real_rows // GROUP_SIZE
@@ -215,18 +222,20 @@ def _split_kernel(
         gdc_wait()  # for _rotate_kernel
     q_planes = load_queries(
         q, q_strides, rotated, *(b_q, heads, first_query + queries, rows, num_rows, exists),
-        *(K_UNPACK, K_STEPS, K_TILES, HEAD_DIM, DTYPE, BLOCK_M, BLOCK_K),
+        *(K_UNPACK, K_STEPS, K_TILES, HEAD_DIM, DTYPE, BLOCK_K),
     )  # fmt: skip
     if K_CODES:
         factors = tl.load(factors_of_rotated(rotated, num_rows, HEAD_DIM, DTYPE) + rows)
+        if not K_MIXED:
+            factors *= STEP
         if K_UNPACK == INT8_WORDS:
-            factors *= tl.where(lanes < BLOCK_M, 1.0 * UPPER, 1.0)
-    unit = tl.full([], 0.0, tl.float32)  # the largest scale of V so far, where p times a scale is to be a float16
-    m_i = tl.full([LANES], float("-inf"), tl.float32)
-    l_i = tl.zeros([LANES], tl.float32)
+            factors = tl.ravel(factors[None, :] * tl.where(tl.arange(0, 2) == 0, 1.0 * UPPER, 1.0)[:, None])
+    unit = tl.zeros([BLOCK_M], tl.float32)  # what acc is in units of, where p times a scale is to be a float16
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = ()  # of every plane of V
     for _ in tl.static_range(V_TILES * V_STEPS):
-        acc = acc + (tl.zeros([LANES, BLOCK_V], tl.float32),)
+        acc = acc + (tl.zeros([COPIES * BLOCK_M, BLOCK_V], tl.float32),)
     for run in tl.static_range(2):
         if (MAY_MASK, MAY_NOT_MASK)[run]:
             pages = None
@@ -251,15 +260,13 @@ def _split_kernel(
                             *(k_scale, k_scale_strides), pages, *(b_k, h_kv, first_key, keys, inside),
                             *(K_BLOCKS, PAGE_SIZE, BLOCK_K),
                         )  # fmt: skip
-                        k_planes, largest = scaled(k_planes, norms)
+                        k_planes = scaled(k_planes, norms)
                     part = scores(q_planes, side * K_STEPS, k_planes, K_UNPACK, K_STEPS, PRECISION)
                     if K_CODES:
                         part *= factors[:, None]
                     if K_UNPACK == INT8_WORDS:
-                        part = sum_of_halves(part, BLOCK_M)
-                    if K_MIXED:
-                        part *= largest
-                    elif k_scale is not None and not K_SCALE_PER_HEAD:
+                        part = sum_of_halves(part)
+                    if k_scale is not None and not K_MIXED and not K_SCALE_PER_HEAD:
                         base = k_scale if K_TILES == 1 else k_scale + side * k_scale_strides[3]
                         norms = load_scales(
                             base, k_scale_strides, pages, *(b_k, h_kv, first_key, keys, with_scale, PAGE_SIZE)
@@ -294,9 +301,9 @@ def _split_kernel(
                 seen = inside
                 if run == 0 and SCATTERED:  # an unwritten slot may hold NaN, and 0 * NaN is NaN
                     seen = tl.max(s, axis=0) != float("-inf")
-                weights, sums = (), ()
-                rescale = alpha
+                weights, rescale, sums = (), alpha, ()
                 for side in tl.static_range(V_TILES):
+                    weight = p
                     if V_SCALES:
                         base = v_scale if V_TILES == 1 else v_scale + side * v_scale_strides[3]
                         norms = load_scales(
@@ -304,16 +311,18 @@ def _split_kernel(
                         )
                         if (run == 0 and SCATTERED) or WHOLE_TILES:
                             norms = tl.where(seen, norms, 0.0)  # as the load's mask it would wait for a product
-                        weights = weights + (norms,)
-                if V_SCALES and V_DTYPE == tl.float16:  # a product with p may be too small for it: 4 / 57344 is
-                    largest = unit
+                        weight = p * norms[None, :]
+                    weights = weights + (weight,)
+                if V_SCALES and V_DTYPE == tl.float16:  # which has no room for all products of p and scales
+                    largest = unit * alpha
                     for side in tl.static_range(V_TILES):
-                        largest = tl.maximum(largest, tl.max(weights[side]))
+                        largest = tl.maximum(largest, tl.max(weights[side], axis=1))
                     per_unit = 1.0 / positive(largest)
-                    rescale *= unit * per_unit
+                    rescale = unit * alpha * per_unit
                     unit = largest
+                rescale = copies(rescale, COPIES)
                 for side in tl.static_range(V_TILES):
-                    v_tile, weighted, largest = v_tiles[side], p, 1.0
+                    v_tile, weight = v_tiles[side], weights[side]
                     if run == 0 and SCATTERED:
                         v_tile = tl.where(seen[:, None], v_tile, tl.zeros_like(v_tile))
                     v_planes = planes(v_tile, V_UNPACK, False, V_DTYPE)
@@ -322,14 +331,12 @@ def _split_kernel(
                             *(v_scale, v_scale_strides), pages, *(b_k, h_kv, first_key, keys, inside),
                             *(V_BLOCKS, PAGE_SIZE, BLOCK_V),
                         )  # fmt: skip
-                        v_planes, largest = scaled(v_planes, tl.where(seen[:, None], norms, 0.0))
-                        rescale /= largest
-                    elif V_SCALES:
-                        norms = weights[side] * per_unit if V_DTYPE == tl.float16 else weights[side]
-                        weighted = p * norms[None, :]
+                        v_planes = scaled(v_planes, tl.where(seen[:, None], norms, 0.0))
+                    if V_SCALES and V_DTYPE == tl.float16:
+                        weight *= per_unit[:, None]
+                    weight = row_copies(weight.to(V_DTYPE), COPIES)
                     for j in tl.static_range(V_STEPS):
-                        total = accumulate(acc[side * V_STEPS + j], rescale, weighted, v_planes[j], PRECISION)
-                        sums = sums + (total * largest if V_MIXED else total,)
+                        sums = sums + (accumulate(acc[side * V_STEPS + j], rescale, weight, v_planes[j], PRECISION),)
                 acc = sums
                 if block_table is not None:  # ids come a tile early: a tile's loads then wait for no other load
                     keys += BLOCK_N
@@ -344,11 +351,13 @@ def _split_kernel(
         tl.store(lse + rows, natural_lse(m_i, l_i), mask=exists)
     wanted = exists & (m_i != float("-inf")) if MERGES else exists  # the merge reads nothing of an empty split
     for plane in tl.static_range(V_TILES * V_STEPS):
-        result = acc[plane]
+        result = one_copy(acc[plane], COPIES)
         if V_SCALE_PER_HEAD:
             result *= head_scale
         if V_SCALES and V_DTYPE == tl.float16:
-            result *= unit
+            result *= unit[:, None]
+        if V_CODES and not V_MIXED:
+            result *= STEP
         if sinks is not None:
             result *= alpha[:, None]
         columns = tl.arange(0, BLOCK_V) * V_STEPS + plane % V_STEPS + plane // V_STEPS * (BLOCK_V * V_STEPS)

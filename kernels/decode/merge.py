@@ -6,7 +6,6 @@ from triton.language.extra.cuda import gdc_wait
 
 from attnpatch.kernels.common.hadamard import unrotate
 from attnpatch.kernels.common.primitives import head_base, load_per_head, natural_lse, with_sink
-from attnpatch.kernels.decode.codes import STEP
 from attnpatch.kernels.decode.plan import splits_of_row
 
 
@@ -92,6 +91,6 @@ def _merge_kernel(
         tl.store(lse + row, natural_lse(top, total))
     merged *= tl.math.div_rn(1.0, tl.where(total == 0.0, 1.0, total))
     if V_BLOCKS is not None:
-        merged = unrotate(merged * STEP, V_BLOCKS)
+        merged = unrotate(merged, V_BLOCKS)
     pointers = head_base(o, o_strides, b_q, h) + i.to(tl.int64) * o_strides[2] + cols.to(tl.int64) * o_strides[3]
     tl.store(pointers, merged.to(o.dtype.element_ty), mask=cols < HEAD_DIM_V)

@@ -1,7 +1,7 @@
 """Queries as products with K take them, and the products. Device code.
 
 Against TBQ4 codes a query is rotated once, by a kernel of its own, into ``rotated``: fp32 scratch that holds the rows
-of q, in one order and contiguous, then a factor per row that makes up for their scaling and for the unit of the levels.
+of q, in one order and contiguous, then a factor per row that makes up for their scaling.
 
     INT8_WORDS      int8 upper bytes of all rows, then the lower ones: row = factor * (254 * upper + lower)
     other codes     float16, the largest channel of a row 1; float32 as they are
@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnpatch.kernels.common.hadamard import rotate
 from attnpatch.kernels.common.primitives import head_base, products
-from attnpatch.kernels.decode.codes import INT8_WORDS, STEP, UPPER, channels
+from attnpatch.kernels.decode.codes import INT8_WORDS, UPPER, channels
 from attnpatch.kernels.decode.places import row_pointers
 
 LARGEST_INT = tl.constexpr(127 * UPPER.value)
@@ -55,7 +55,7 @@ def _rotate_kernel(
         if DTYPE == tl.float32:
             unit = unit * 0.0 + 1.0
         tl.store(out, (y / unit).to(out.dtype.element_ty), mask=cols < HEAD_DIM)
-    tl.store(factors_of_rotated(rotated, num_rows, HEAD_DIM, DTYPE) + row, unit * STEP)
+    tl.store(factors_of_rotated(rotated, num_rows, HEAD_DIM, DTYPE) + row, unit)
 
 
 @triton.jit
@@ -92,7 +92,6 @@ def load_queries(
     TILES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DTYPE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """A tile of q for every plane of K: a tuple, the planes of K's first tile first."""
@@ -103,10 +102,11 @@ def load_queries(
         if rotated is None:
             pointers = row_pointers(q, q_strides, b, heads, queries, dims)
         else:
-            base = rows_of_rotated(rotated, UNPACK, DTYPE) + rows.to(tl.int64) * HEAD_DIM
+            offsets = rows.to(tl.int64) * HEAD_DIM
             if UNPACK == INT8_WORDS:
-                base += (tl.arange(0, 2 * BLOCK_M) // BLOCK_M).to(tl.int64) * num_rows * HEAD_DIM
-            pointers = base[:, None] + dims[None, :]
+                halves = tl.arange(0, 2).to(tl.int64) * num_rows * HEAD_DIM
+                offsets, in_width = tl.ravel(halves[:, None] + offsets[None, :]), (dims < HEAD_DIM)[None, :]
+            pointers = rows_of_rotated(rotated, UNPACK, DTYPE) + offsets[:, None] + dims[None, :]
         out = out + (tl.load(pointers, mask=in_width, other=0.0),)
     return out
 
@@ -130,7 +130,34 @@ def scores(queries, first: tl.constexpr, keys, UNPACK: tl.constexpr, STEPS: tl.c
 
 
 @triton.jit
-def sum_of_halves(s, BLOCK_M: tl.constexpr):
-    """The upper BLOCK_M rows plus the lower ones, twice: what products of upper and lower bytes come to."""
-    halves = tl.reshape(s, [2, BLOCK_M, s.shape[1]])
-    return tl.reshape(tl.broadcast_to(tl.sum(halves, axis=0)[None, :, :], halves.shape), s.shape)
+def sum_of_halves(s):
+    """The upper half of the rows plus the lower one: what products of upper and lower bytes come to."""
+    return tl.sum(tl.reshape(s, [2, s.shape[0] // 2, s.shape[1]]), axis=0)
+
+
+@triton.jit
+def copies(x, COUNT: tl.constexpr):
+    """A statistic of rows, for each of their COUNT copies."""
+    return tl.ravel(tl.permute(tl.join(x, x), 1, 0)) if COUNT == 2 else x
+
+
+@triton.jit
+def row_copies(x, COUNT: tl.constexpr):
+    """All rows of ``x`` COUNT times, two of them in float16.
+
+    The second copy is XORed with 0 in a register: from one register for both, ptxas makes the four that an operand
+    takes anew for every product (70 moves a tile of 64 keys).
+    """
+    if COUNT == 2:
+        asm: tl.constexpr = (
+            "{.reg .b32 z, a; mov.u32 z, %laneid; mov.u32 a, %ctaid.y; and.b32 z, z, a; xor.b32 $0, $1, z;}"
+        )
+        again = tl.inline_asm_elementwise(asm, "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2)
+        x = tl.reshape(tl.permute(tl.join(x, again), 2, 0, 1), [2 * x.shape[0], x.shape[1]])
+    return x
+
+
+@triton.jit
+def one_copy(x, COUNT: tl.constexpr):
+    """The rows of which ``x`` holds COUNT copies."""
+    return sum_of_halves(x) * 0.5 if COUNT == 2 else x
