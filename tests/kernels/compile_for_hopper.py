@@ -26,6 +26,9 @@ from attnpatch.kernels.prefill import launch as prefill_launch
 from attnpatch.testing.inputs import key_bounds
 
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+PRODUCTS = r"\b(?:HGMMA|HMMA|IMMA)\b"
+SPILLS = r"\b(?:STL|LDL)\b"
+NARROW_LOADS = r"\bLDG\.E\.U16\b"
 
 
 class HopperDriver:
@@ -64,17 +67,24 @@ def facts(compiled, runs):
         "wgmma": r"\bHGMMA\b",
         "wgmma waits": r"\bWARPGROUP\.DEPBAR\b",
         "mma": r"\bHMMA\b",
+        "int8 mma": r"\bIMMA\b",
         "tma loads": r"\bUTMALDG\b",
-        "spills": r"\b(STL|LDL)\b",
+        "async loads": r"\bLDGSTS\b",
+        "spills": SPILLS,
     }
     found = {name: len(re.findall(p, sass)) for name, p in count.items()}
-    return {"shared": compiled.metadata.shared, **found, "spills by run": spills_by_run(sass, runs)}
+    in_loops = {name: by_run(sass, p, runs) for name, p in (("spills", SPILLS), ("narrow loads", NARROW_LOADS))}
+    return {
+        "shared": compiled.metadata.shared,
+        **found,
+        **{f"{name} by run": counts for name, counts in in_loops.items()},
+    }
 
 
-def spills_by_run(sass, runs):
-    """Spills between the first and the last product of each loop, all of which have as many."""
-    marks = re.findall(r"\b(HGMMA|HMMA|STL|LDL)\b", sass)
-    products = [i for i, mark in enumerate(marks) if mark.endswith("MMA")]
+def by_run(sass, pattern, runs):
+    """Instructions between the first and the last product of each loop, all of which have as many."""
+    marks = re.findall(rf"{PRODUCTS}|{pattern}", sass)
+    products = [i for i, mark in enumerate(marks) if re.fullmatch(PRODUCTS, mark)]
     count = len(products) // runs
     loops = [products[run * count : (run + 1) * count] for run in range(runs)]
     return [loop[-1] - loop[0] + 1 - count if loop else 0 for loop in loops]
@@ -115,15 +125,33 @@ def compile_prefill(width, dtype, descriptors, terms):
     return facts(kernel.compiled, 3)
 
 
+ROWS = {"64 rows": 16, "128 rows": 60, "codes, 16 rows": 4, "codes, 64 rows": 16}
+"""Queries of four heads each, where there are several."""
+
+
 def decode_call(kind, width, dtype=torch.float8_e4m3fn, scales="token"):
     """A call of an entry of the table."""
-    seqlen_q = {"64 rows": 16, "128 rows": 60}.get(kind, 1)
+    seqlen_q = ROWS.get(kind, 1)
     call = make_call(width, seqlen_q, torch.float32 if kind == "float32" else torch.bfloat16, CAUSAL)
     call = call._replace(q_offset=torch.tensor(5))
     if kind == "8 bit":
-        scale = torch.ones(1, 2, 256 if scales == "token" else 1).expand(1, 2, 256)
-        return call._replace(k=call.k.to(dtype), v=call.v.to(dtype), k_scale=scale, v_scale=scale)
+        return in_8_bits(call, dtype, scales)
+    if kind.startswith("codes"):
+        return in_codes(call, odd=kind.endswith("bytes"))
     return in_pages(call) if kind.startswith("pages") else call
+
+
+def in_8_bits(call, dtype=torch.int8, scales="token"):
+    scale = torch.ones(1, 2, 256 if scales == "token" else 1).expand(1, 2, 256)
+    return call._replace(k=call.k.to(dtype), v=call.v.to(dtype), k_scale=scale, v_scale=scale)
+
+
+def in_codes(call, odd=False):
+    """``call`` on TBQ4 codes and planes of norms; rows of an ``odd`` length are no words."""
+    width = call.head_dim
+    x = torch.zeros(1, 2, 256, width // 2 + odd, dtype=torch.uint8)[..., : width // 2]
+    norms = torch.ones(1, 2, max(1, width // 128), 256, dtype=torch.float16).transpose(2, 3)
+    return call._replace(k=x, v=x, k_scale=norms, v_scale=norms)
 
 
 def in_pages(call):
@@ -141,8 +169,11 @@ def packed(call):
 
 def compile_decode(call, config, num_splits=2):
     """Facts of the split kernel and the merge, with what is on only where tensors lie on a GPU of 9.0."""
-    split, merge = (CompileOnly(getattr(decode_launch, f"_{part}_kernel")) for part in ("split", "merge"))
+    parts = ("rotate", "split", "merge")
+    rotate, split, merge = (CompileOnly(getattr(decode_launch, f"_{part}_kernel")) for part in parts)
+    masked = call.attn_mask is not None or call.key_bounds is not None
     with (
+        mock.patch.object(decode_launch, "_rotate_kernel", rotate),
         mock.patch.object(decode_launch, "_split_kernel", split),
         mock.patch.object(decode_launch, "_merge_kernel", merge),
         mock.patch.object(decode_launch, "_overlaps", return_value=True),
@@ -150,7 +181,8 @@ def compile_decode(call, config, num_splits=2):
         mock.patch.object(support, "_plans", {}),  # entries may be alike, and a plan keeps its kernels
     ):
         decode_launch.decode(call, num_splits, config)
-    return facts(split.compiled, 2), merge.compiled and facts(merge.compiled, 1)
+    runs = 2 if masked or call.seqlen_q > 1 else 1
+    return facts(split.compiled, runs), merge.compiled and facts(merge.compiled, 1)
 
 
 def decode_rows():
@@ -171,6 +203,7 @@ def decode_rows():
         "16 bit 128 terms": make_call(128, 1, torch.bfloat16, first_row(TERMS["terms"])),
         "64 rows 128 packed": packed(rows_64),
         "64 rows 128 packed, in pages": packed(in_pages(rows_64))._replace(cu_seqlens_k=None),
+        "64 rows 128 8 bit, padding": in_8_bits(rows_64)._replace(key_padding=torch.ones(1, 256, dtype=torch.bool)),
     }
     for name, call in calls.items():
         kind = name[: name.index(" 128")]

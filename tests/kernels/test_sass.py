@@ -16,7 +16,17 @@ NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 SHARED_MEMORY = 232448  # what one program may use at 9.0
 SMALLEST_SHARED_MEMORY = 101376  # and on the smallest chips from 8.0 on
 FEW_SPILLS = 16
-PARKED = {"decode 64 rows 256": 93, "decode 128 rows 256": 93, "decode small 64 rows 256": 76}
+PARKED = {
+    "decode 64 rows 256": 93,
+    "decode 128 rows 256": 93,
+    "decode small 64 rows 256": 76,
+    "decode codes, 16 rows 128": 12,
+    "decode codes, 16 rows 256": 14,
+    "decode codes, 64 rows 256": 28,
+    "decode codes in bytes 128": 12,
+}
+NARROW_LOADS = {"decode codes, 8 rows 256": 4, "decode codes, 16 rows 256": 4}
+"""Loads of 2 bytes in a loop: of 32 norms, a lane of the one warp has one each."""
 
 pytestmark = pytest.mark.skipif(not NVDISASM.exists(), reason="this Triton ships no nvdisasm")
 
@@ -35,6 +45,11 @@ def named(rows, *words):
     return selected
 
 
+def many_rows(name):
+    """Whether a tile has rows for a warpgroup."""
+    return "64 rows" in name or "128 rows" in name
+
+
 def test_spills(rows):
     """None, but that a masked block, of which a query tile has one or two, may park a few registers."""
     for name, row in rows.items():
@@ -50,17 +65,17 @@ def test_spills_beside_bounds(rows):
 
 
 def test_parked_registers(rows):
-    """At 256 some wait in memory while the masked loop, which comes first, runs; inside of the loops none is."""
+    """Some wait in memory while the masked loop, which comes first, runs; inside of the loops none is, or one."""
     for name, most in PARKED.items():
         assert 0 < rows[name]["spills"] <= most, name
-        assert not any(rows[name]["spills by run"]), name
+        assert sum(rows[name]["spills by run"]) <= (name == "decode codes, 64 rows 256"), name
 
 
 def test_shared_memory(rows):
     for name, row in rows.items():
         words = set(name.split())
         most = (
-            SHARED_MEMORY if "descriptor" in words else MANY_ROWS_BYTES if "rows" in words else SMALLEST_SHARED_MEMORY
+            SHARED_MEMORY if "descriptor" in words else MANY_ROWS_BYTES if many_rows(name) else SMALLEST_SHARED_MEMORY
         )
         assert row["shared"] <= (SMALLEST_SHARED_MEMORY if "small" in words else most), name
 
@@ -72,7 +87,8 @@ def test_prefill_multiplies_by_warpgroup(rows):
 
 def test_products_are_not_serialised(rows):
     """A product is several wgmma and one wait; ptxas falls back to a wait after each when it loses track."""
-    for name, row in {**named(rows, "descriptor"), **named(rows, "prefill", "pointer"), **named(rows, "rows")}.items():
+    many = {name: row for name, row in rows.items() if many_rows(name)}
+    for name, row in {**named(rows, "descriptor"), **named(rows, "prefill", "pointer"), **many}.items():
         assert 2 * row["wgmma waits"] <= row["wgmma"], name
 
 
@@ -84,7 +100,20 @@ def test_descriptors_become_bulk_loads(rows):
 def test_decode_multiplies_on_tensor_cores(rows):
     for name, row in named(rows, "decode").items():
         if "float32" not in name:
-            assert row["wgmma" if "rows" in name else "mma"] > 0, name
+            assert row["wgmma" if many_rows(name) else "mma"] > 0, name
+            assert row["mma" if many_rows(name) else "wgmma"] == 0, name
+
+
+def test_few_rows_have_int8_products_with_codes(rows):
+    """Blocks of 64 channels are too narrow for them, and more rows have float16 products."""
+    for name, row in rows.items():
+        assert (row["int8 mma"] > 0) == (name in ("decode codes, 8 rows 128", "decode codes, 8 rows 256")), name
+
+
+def test_codes_and_norms_load_asynchronously(rows):
+    for name, row in named(rows, "codes,").items():
+        assert row["async loads"] > 0, name
+        assert max(row["narrow loads by run"]) <= NARROW_LOADS.get(name, 0), name
 
 
 def test_float32_never_does(rows):
