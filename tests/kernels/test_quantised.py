@@ -61,6 +61,15 @@ def test_sizes_of_values(dtype, size, per):
     check(quantised(call._replace(v=call.v * size), dtype, per), 2)
 
 
+def test_a_long_value_that_no_query_looks_at(dtype):
+    """Probabilities times scales fit float16 beside one of 1e6 times the size, of weight 0."""
+    call = dense(batch=1, num_heads=1, num_kv_heads=1, q_offset=129)
+    k, v = call.k.clone(), call.v * 1e-3
+    k[:, :, 40] = -8 * call.q[:, :, 0]
+    v[:, :, 40] *= 1e6
+    check(quantised(call._replace(k=k, v=v), dtype))
+
+
 def test_scales_count():
     """Twice the scale is twice the value; of K, twice the score."""
     call = quantised(dense(dtype=torch.float32), torch.int8)

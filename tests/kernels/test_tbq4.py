@@ -165,6 +165,16 @@ def test_sizes_side_by_side():
         check(codes(call._replace(v=call.v * factors)), 2)
 
 
+@pytest.mark.parametrize("head_dim", [16, 40])
+def test_a_long_value_that_no_query_looks_at(head_dim):
+    """Probabilities times norms fit float16 beside one of 1e6 times the size, of weight 0."""
+    call = dense(batch=1, num_heads=1, q_offset=66, head_dim=head_dim)
+    k, v = call.k.clone(), call.v * 1e-3
+    k[:, :, 40] = -8 * call.q[:, :, 0]
+    v[:, :, 40] *= 1e6
+    check(codes(call._replace(k=k, v=v)))
+
+
 def test_zeros():
     """A row of zeros has norm 0, and a query of zeros the mean of the values."""
     call = dense(batch=1, q_offset=66)
