@@ -14,7 +14,8 @@ from peers import additive_mask, cudnn, fa3, flashinfer, hf_eager, sdpa_flash
 from torch import Tensor
 
 from attnpatch.attention_call import AttentionCall
-from attnpatch.testing.inputs import paged, quantised, random_call
+from attnpatch.kernels.dense import dense
+from attnpatch.testing.inputs import codes, paged, quantised, random_call
 
 SUITES = {
     "prefill": [
@@ -51,6 +52,18 @@ SUITES = {
     "ragged": ["B32 H32/8 S32768 D128 from 128"],
     "static": ["B1 H32/8 S131072 D128 window 4096", "B1 H32/8 S131072 D128 holds 2048"],
     "quantised": ["B1 H32/8 S32768 D128", "B8 H32/8 S32768 D128"],
+    "tbq4": [
+        "B8 H32/8 S32768 D128",
+        "B8 H64/8 S32768 D128",
+        "B1 H32/8 S131072 D128",
+        "B1 H32/32 S32768 D128",
+        "B32 H32/8 S4096 D128",
+        "B1 H32/8 S32768 D128",
+        "B8 H16/8 S16384 D256",
+        "B1 H24/4 S262144 D256",
+        "B8 H32/8 S32768 D64",
+        "B1 H32/8 S32768 D128 q 4",
+    ],
     "invariant": ["B1 H32/8 S4096 D128", "B1 H32/8 S32768 D128", "B8 H32/8 S32768 D128"],
 }
 """Cases by suite; H is query heads / key and value heads, S the keys. But for prefill the last row sees all S keys, or
@@ -105,7 +118,8 @@ class Case(NamedTuple):
     def buffers(self) -> int:
         """Calls over different buffers that are together larger than L2."""
         vectors = 2 * (self.batch * self.rows * self.num_heads + sum(self._seen) * self.num_kv_heads)  # q, o and k, v
-        return min(MOST_BUFFERS, -(-PAST_L2 // (2 * vectors * self.head_dim)))
+        channels = vectors * self.head_dim
+        return min(MOST_BUFFERS, -(-PAST_L2 // (channels // 2 if self.suite == "tbq4" else 2 * channels)))
 
     @property
     def _seen(self) -> list[int]:
@@ -132,9 +146,14 @@ class Case(NamedTuple):
         return IMPLEMENTATIONS[self.suite](self, call)
 
     def rate(self, ms: float, form: Any) -> dict[str, float]:
-        """Useful work per second: bytes of the visible keys and values as stored, or products of visible pairs."""
+        """Useful work per second: bytes of the visible keys and values as stored, or products of visible pairs.
+
+        Of ``tbq4`` also the bytes of keys and values that a run reads and writes.
+        """
         if self.suite != "prefill":
-            return {"tbps": sum(self._seen) * self.num_kv_heads * self._key_bytes(form) / ms / 1e9}
+            keys = sum(self._seen) * self.num_kv_heads
+            rate = {"tbps": keys * self._key_bytes(form) / ms / 1e9}
+            return {**rate, "bytes": keys * self._moved_bytes(form)} if self.suite == "tbq4" else rate
         pairs = self.seqlen**2 / (1 if "full" in self.words else 2)
         if window := self.words.get("window"):
             pairs = self.seqlen * window - window**2 / 2
@@ -144,8 +163,22 @@ class Case(NamedTuple):
         """Bytes of one key and its value, with scales where they have their own."""
         if not isinstance(form, AttentionCall):
             return 4 * self.head_dim
-        scales = [x for x in (form.k_scale, form.v_scale) if x is not None and x.stride(2) != 0]
-        return self.head_dim * (form.k.element_size() + form.v.element_size()) + 4 * len(scales)
+        return _row_bytes(form.k, form.k_scale) + _row_bytes(form.v, form.v_scale)
+
+    def _moved_bytes(self, form: Any) -> int:
+        """Bytes that a run reads and writes for one key and its value."""
+        written_and_read = 2 * 4 * self.head_dim if isinstance(form, DecodedFirst) else 0
+        return self._key_bytes(form) + written_and_read
+
+
+def _row_bytes(x: Tensor, scale: Tensor | None) -> int:
+    """Bytes of a row of K or V."""
+    own = x.shape[3] * x.element_size()
+    return own if scale is None or scale.stride(2) == 0 else own + scale[0, 0, 0].numel() * scale.element_size()
+
+
+class DecodedFirst(AttentionCall):
+    """A call on TBQ4 codes that is run in two passes: all of K and V decoded, then attention over that."""
 
 
 def _own(call: AttentionCall) -> Implementations:
@@ -217,6 +250,18 @@ def _quantised(case: Case, call: AttentionCall) -> Implementations:
     return found
 
 
+def _tbq4(case: Case, call: AttentionCall) -> Implementations:
+    """Errors of ours on codes are against attention over what they decode to."""
+    return {
+        **_own(call),
+        "cudnn": cudnn(additive_mask(call) if case.rows > 1 else None),
+        f"{our_name(codes(call))}+codes": Implementation(ours, codes),
+        f"{our_name(call)}+decoded first": Implementation(
+            lambda form: ours(dense(form)), lambda call: DecodedFirst._make(codes(call))
+        ),
+    }
+
+
 def _invariant(case: Case, call: AttentionCall) -> Implementations:
     found = _own(call)
     found[f"{our_name(call)}+batch_invariant"] = Implementation(ours, lambda call: call._replace(batch_invariant=True))
@@ -239,6 +284,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Case, AttentionCall], Implementations]] = {
     "ragged": _ragged,
     "static": _static,
     "quantised": _quantised,
+    "tbq4": _tbq4,
     "invariant": _invariant,
 }
 """What each suite compares. Ours on the dense cache as it is comes first, but for ``paged``."""
