@@ -38,7 +38,7 @@ PRODUCTS = ("matmul", "mm", "einsum", "linear")
 
 _VIEWS = ("view", "reshape", "flatten", "unsqueeze", "squeeze", "expand", "T", "t")
 _PURE = frozenset(
-    [*CASTS, *ELEMENTWISE, *MOVES, *_VIEWS, "index", "matmul", "mm", "lift_fresh_copy", "block_diag", "kron"]
+    [*CASTS, *ELEMENTWISE, *MOVES, *_VIEWS, "index", "matmul", "mm", "getattr", "lift_fresh_copy", "block_diag", "kron"]
 )
 _WHERE = ("device", "layout", "pin_memory", "requires_grad")
 

@@ -8,8 +8,9 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from attnpatch.attention_call import PACKED
-from attnpatch.graph import arg, is_tensor, op, shape, value
+from attnpatch.graph import is_tensor, op, shape, value
 from attnpatch.rewrites.constants import CASTS, ELEMENTWISE, MOVES, PRODUCTS
+from attnpatch.rewrites.gathers import GATHERS
 from attnpatch.rewrites.operands import regroups
 
 _PASSED = frozenset([*CASTS, *ELEMENTWISE, *MOVES, *PRODUCTS, "expand", "index", "embedding", "index_copy"])
@@ -17,19 +18,25 @@ _OF_NIBBLES = ("and", "rshift", "bitwise_right_shift", "remainder", "mod", "floo
 
 
 def is_unpacked(x: Node) -> bool:
-    """Whether ``x`` comes of nibbles of bytes, by steps that may be those of unpacking."""
-    seen: set[Node] = set()
-    pending = [x]
+    """Whether ``x`` comes of bytes that are cut or looked up, by steps that may be those of unpacking."""
+    seen: set[tuple[Node, bool]] = set()
+    pending = [(x, False)]
     while pending:
-        node = pending.pop()
-        if node in seen or not (op(node) in _PASSED or regroups(node)):
-            continue
-        seen.add(node)
-        source = arg(node, 0, "input")
-        if op(node) in _OF_NIBBLES and is_tensor(source) and value(source).dtype == PACKED:
+        node, is_cut = state = pending.pop()
+        if is_cut and is_tensor(node) and value(node).dtype == PACKED:
             return True
-        pending += node.all_input_nodes if op(node) not in PRODUCTS else _by_square(node)
+        if state not in seen and (op(node) in _PASSED or regroups(node)):
+            seen.add(state)
+            pending += [(source, is_cut or cuts) for source, cuts in _sources(node)]
     return False
+
+
+def _sources(node: Node) -> Iterator[tuple[Node, bool]]:
+    """What ``node`` is made of, and whether it cuts that into nibbles or looks a value up by it."""
+    found = next((x for x in (spelling(node) for spelling in GATHERS) if x is not None), None)
+    ids = None if found is None else found[2]
+    for source in _by_square(node) if op(node) in PRODUCTS else node.all_input_nodes:
+        yield source, op(node) in _OF_NIBBLES or source is ids
 
 
 def _by_square(node: Node) -> Iterator[Node]:
