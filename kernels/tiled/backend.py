@@ -7,8 +7,9 @@ For each tile of BLOCK_M query rows, over tiles of BLOCK_N keys that the band le
     l     = alpha l + sum_n p;  acc = alpha acc + p v
     o     = acc / l  (l == 0: zeros);  lse = m + log(l)
 
-Nothing of size seqlen_q x seqlen_k is ever built. It takes every call, the last resort on each device: pages are
-gathered and quantised K and V multiplied out before, packed sequences and those of a batch_invariant call run alone.
+Nothing of size seqlen_q x seqlen_k is ever built. It takes every call, the last resort on each device: the keys of a
+tile are gathered from their pages, and multiplied out or decoded, tile by tile, so that no dense copy of K and V is
+ever built either. Packed sequences and those of a batch_invariant call run alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from attnpatch.attention_call import AttentionCall
 from attnpatch.dispatch import Backend
 from attnpatch.kernels.bands import key_range, without_idle_terms
-from attnpatch.kernels.dense import dense, sequences
+from attnpatch.kernels.dense import dense, sequence
 from attnpatch.masking import alibi_bias, excluded, visible_tile
 
 BLOCK_M = 256
@@ -31,17 +32,18 @@ def tiled(call: AttentionCall) -> Tensor:
 
     Reads ``cu_seqlens_q`` and ``cu_seqlens_k``, ``key_bounds`` and a ``q_offset`` tensor on the host.
     """
-    o, wide = call.empty_output(), _wide(call)
+    o = call.empty_output()
     if call.cu_seqlens_q is None and not call.batch_invariant:
-        _write(o, dense(call, wide))
+        _write(o, call)
         return o
-    for place, part in sequences(call, wide):
+    for b in range(call.batch):
+        place, part = sequence(call, b)
         _write(o[place], part)
     return o
 
 
 def _write(o: Tensor, call: AttentionCall) -> None:
-    """Write the output of a dense call."""
+    """Write the output of sequences of one length."""
     call = without_idle_terms(call)
     for start in range(0, call.seqlen_q, BLOCK_M):
         rows = torch.arange(start, min(start + BLOCK_M, call.seqlen_q), device=call.q.device)
@@ -96,8 +98,7 @@ def _grouped(x: Tensor, call: AttentionCall) -> Tensor:
 def _score_tile(call: AttentionCall, q: Tensor, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Scores ``[batch, num_kv_heads, group_size, m, n]`` with hidden keys at -inf, and v of those keys."""
     low, high = int(keys[0]), int(keys[-1]) + 1
-    k = call.k[:, :, None, low:high].to(q.dtype)
-    v = call.v[:, :, None, low:high].to(q.dtype)
+    k, v = (x[:, :, None].to(q.dtype) for x in _keys_and_values(call, low, high))
     s = q @ k.transpose(-1, -2)
     if call.softcap is not None:
         s = call.softcap * torch.tanh(s / call.softcap)
@@ -111,6 +112,21 @@ def _score_tile(call: AttentionCall, q: Tensor, rows: Tensor, keys: Tensor) -> t
     if call.attn_mask is not None:
         s = _add_mask(s, _grouped(call.attn_mask, call)[..., int(rows[0]) : int(rows[-1]) + 1, low:high])
     return s, v
+
+
+def _keys_and_values(call: AttentionCall, low: int, high: int) -> tuple[Tensor, Tensor]:
+    """K and V of keys ``[low, high)`` as they are multiplied, ``[batch, num_kv_heads, high - low, ..]``."""
+    if call.block_table is not None:
+        pages = slice(low // call.page_size, -(-high // call.page_size))
+        part = dense(call._replace(block_table=call.block_table[:, pages]), _wide(call))
+        own = slice(low % call.page_size, low % call.page_size + high - low)
+        return part.k[:, :, own], part.v[:, :, own]
+    scales = {
+        name: None if x is None else x[:, :, low:high]
+        for name, x in (("k_scale", call.k_scale), ("v_scale", call.v_scale))
+    }
+    part = dense(call._replace(k=call.k[:, :, low:high], v=call.v[:, :, low:high], **scales), _wide(call))
+    return part.k, part.v
 
 
 def _without_hidden_keys(v: Tensor, seen: Tensor) -> Tensor:
