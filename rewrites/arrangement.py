@@ -48,11 +48,14 @@ class Arrangement:
         storage: how k and v lie in memory.
         sizes: num_heads, num_kv_heads and head_dim.
         seqlens: seqlen_q and seqlen_k.
+        shifted: whether a vector that the original adds to all keys is left out: each row of scores is off by a number.
         reads: each tensor of these with the node that reads it in the original.
     """
 
-    def __init__(self, axes: Axes, q: Operand, k: Operand, v: Operand, roles: Roles, reading: Reading) -> None:
-        self.axes, self.roles, self.reading = axes, roles, reading
+    def __init__(
+        self, axes: Axes, q: Operand, k: Operand, v: Operand, roles: Roles, reading: Reading, may_shift: bool = True
+    ) -> None:
+        self.axes, self.roles, self.reading, self._may_shift = axes, roles, reading, may_shift
         self._queries = peel(q, axes, reading)
         self._kept = ["", ""]
         *deeper, dense = self._pairs(k, v)
@@ -75,8 +78,9 @@ class Arrangement:
 
     def _pairs(self, k: Operand, v: Operand) -> Iterator[tuple[Stored, Stored]]:
         """Ways to hand over K and V that go together, the deepest first; as attention reads them last."""
-        unwrapper = Unwrapper(self.axes, self.roles.shared, self.reading)
-        of_k, of_v = unwrapper.ways(k, self.roles.feature), unwrapper.ways(v, self.roles.feature_v)
+        unwrapper = Unwrapper(self.axes, self.roles.shared, self.reading, self.roles.key)
+        of_k = unwrapper.ways(k, self.roles.feature, self._may_shift)
+        of_v = unwrapper.ways(v, self.roles.feature_v)
         for pair in product(reversed(of_k), reversed(of_v)):
             if self._absent(pair[0]) == self._absent(pair[1]) and unwrapper.are_alike(*pair):
                 yield pair
@@ -98,7 +102,7 @@ class Arrangement:
         self.v, v_scales = self._placed(v, (batch, kv_heads, key, self.feature_v), blocks)
         self.sizes = (axes.size(heads), axes.size(kv_heads), axes.size(feature))
         self.seqlens = (axes.size(row), axes.size(key))
-        self._stored = k, v
+        self._stored, self.shifted = (k, v), k.shifted
         k_turn, v_turn = (Turn() if x.packed is None else x.packed.turn for x in (k, v))
         unpacked = tuple(node for x in (k, v) if x.packed is not None for node in x.packed.steps)
         dtype = self._dtype(k.dtype, v.dtype)

@@ -191,6 +191,14 @@ class Walk:
 
 def match(node: Node, writes: Writes) -> Site:
     """The site around the softmax at ``node``."""
+    site, shifted = _match(node, writes, may_shift=True)
+    if shifted and (site.softcap, site.sinks, site.lse) != (None, None, None):
+        site, _ = _match(node, writes, may_shift=False)
+    return site
+
+
+def _match(node: Node, writes: Writes, may_shift: bool) -> tuple[Site, bool]:
+    """The site, and whether its scores are the original's but for a number per row."""
     softmax = read_softmax(node)
     if softmax is None:
         raise Refused(f"{op(node)} is another function than softmax ({place(node)})")
@@ -199,11 +207,11 @@ def match(node: Node, writes: Writes) -> Site:
     places = (walk.scores[-1], walk.scores[-1], walk.second_node)
     reading = Reading(writes, (operands[0].node, operands[1].node, operands[2].node), places, walk.anchor)
     factor, k = _unscaled(operands[1], reading)
-    plan = Arrangement(walk.axes, operands[0], k, operands[2], _roles(walk, operands[1]), reading)
+    plan = Arrangement(walk.axes, operands[0], k, operands[2], _roles(walk, operands[1]), reading, may_shift)
     walk.follow_views(plan.layout)
     layout = Layout(*walk.axes.resolve(plan.layout))  # the views may have split axes once more
     fold = _fold(walk, MaskReader(walk.axes, layout, plan.seqlens, Pullback(writes, walk.scores[-1])), factor)
-    return _site(walk, plan, layout, fold, writes)
+    return _site(walk, plan, layout, fold, writes), plan.shifted
 
 
 def _fold(walk: Walk, masks: MaskReader, factor: float) -> Fold:

@@ -14,11 +14,12 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from attnpatch.axes import Axes, Dims
 from attnpatch.errors import Refused
-from attnpatch.graph import VIEWS, arg, is_tensor, op, shape, value
+from attnpatch.graph import VIEWS, arg, is_one, is_tensor, op, shape, value
 from attnpatch.rewrites.codes import Packed, read_packed
 from attnpatch.rewrites.constants import Constants
 from attnpatch.rewrites.dequant import is_codes, is_made_of_codes, read_factor
 from attnpatch.rewrites.gathers import Gather, read_gather
+from attnpatch.rewrites.nibbles import is_unpacked
 from attnpatch.rewrites.operands import Reading, names, peel, regroups, way
 from attnpatch.rule import Operand
 
@@ -39,6 +40,7 @@ class Stored(NamedTuple):
         scales: what the codes are multiplied by, or None when there are none to multiply. Of TBQ4 codes, the norms.
         dtype: of the product of codes and scales.
         packed: of TBQ4 codes, how they are unpacked.
+        shifted: whether K is this plus a vector that is the same for all keys, which softmax forgets.
         kept: why it is not known to be packed although it is made of nibbles, a sentence.
     """
 
@@ -49,12 +51,13 @@ class Stored(NamedTuple):
     scales: tuple[list[Operand], ...] | None = None
     dtype: torch.dtype | None = None
     packed: Packed | None = None
+    shifted: bool = False
     kept: str = ""
 
     @property
     def is_whole(self) -> bool:
         """Whether this is K or V, not a step on the way to codes."""
-        return self.scales is None or self.packed is not None or is_codes(self.source)
+        return (self.scales is None and not self.shifted) or self.packed is not None or is_codes(self.source)
 
     @property
     def source(self) -> Operand:
@@ -63,30 +66,61 @@ class Stored(NamedTuple):
 
 
 class Unwrapper:
-    """Takes gathers and scales off K or V.
+    """Takes gathers, scales and the unpacking of codes off K or V.
 
     Args:
         axes: of the attention.
         shared: the dims that K and V share with q.
         reading: when they are read, and what is written.
+        key: the axis of keys.
     """
 
-    def __init__(self, axes: Axes, shared: Dims, reading: Reading) -> None:
-        self.axes, self.shared, self.reading = axes, shared, reading
+    def __init__(self, axes: Axes, shared: Dims, reading: Reading, key: tuple[str, ...]) -> None:
+        self.axes, self.shared, self.reading, self.key = axes, shared, reading, key
         self._constants = Constants(reading.writes)
 
-    def ways(self, x: Operand, feature: tuple[str, ...]) -> list[Stored]:
-        """Every way ``x`` can be handed to the operator: first as attention reads it, then ever deeper."""
+    def ways(self, x: Operand, feature: tuple[str, ...], may_shift: bool | None = None) -> list[Stored]:
+        """Every way ``x`` can be handed to the operator: first as attention reads it, then ever deeper.
+
+        Args:
+            x: K or V.
+            feature: the axis of its channels.
+            may_shift: whether a vector that is added to all keys may be left out; None of V.
+        """
         stored: Stored | None = Stored(self._peel(x))
         found: list[Stored] = []
         while stored is not None:
             if stored.is_whole:
                 found.append(stored)
             try:
-                stored = self._unpacked(stored, feature) or self._ungathered(stored) or self._unscaled(stored, feature)
+                stored = self._deeper(stored, feature, may_shift)
             except Refused as refusal:
                 return [*found[:-1], found[-1]._replace(kept=str(refusal))]
         return found
+
+    def _deeper(self, stored: Stored, feature: tuple[str, ...], may_shift: bool | None) -> Stored | None:
+        shifted = None if may_shift is None else self._unshifted(stored)
+        if shifted and not may_shift:
+            raise Refused("a vector is added to all keys, and softcap, sinks or the logsumexp need the scores with it")
+        unpacked = shifted or self._unpacked(stored, feature)
+        return unpacked or self._ungathered(stored) or self._unscaled(stored, feature)
+
+    def _unshifted(self, stored: Stored) -> Stored | None:
+        """Codes multiplied out or unpacked, without the vector that is then added to each key."""
+        x = self._resolved(stored.source)
+        if op(x.node) != "add" or x.steps or stored.scales is not None or "alpha" in x.node.kwargs:
+            return None
+        key = self.axes.resolve((self.key,))[0]
+        both = arg(x.node, 0, "input"), arg(x.node, 1, "other")
+        for rows, other in (both, both[::-1]):
+            if not is_tensor(rows) or shape(rows) != shape(x.node) or not is_tensor(other):
+                continue
+            dims = zip(shape(other), x.dims[len(x.dims) - len(shape(other)) :], strict=True)
+            is_same = all(is_one(size) or not set(dim) & set(key) for size, dim in dims)
+            source = Operand(rows, x.dims)
+            if is_same and (is_made_of_codes(source) or is_unpacked(rows)) and self.reading.is_kept(x.node, rows):
+                return Stored(self._peel(source), dtype=value(x.node).dtype, shifted=True)
+        return None
 
     def _unpacked(self, stored: Stored, feature: tuple[str, ...]) -> Stored | None:
         """The TBQ4 codes that K or V is unpacked of."""
@@ -97,7 +131,8 @@ class Unwrapper:
         if packed is None:
             return None
         choices, norms = self._peel(packed.codes), self._peel(packed.norms)
-        return Stored(choices, stored.ids, scales=(norms,), dtype=value(stored.source.node).dtype, packed=packed)
+        dtype = stored.dtype or value(stored.source.node).dtype
+        return stored._replace(choices=choices, scales=(norms,), dtype=dtype, packed=packed)
 
     def _peel(self, x: Operand) -> list[Operand]:
         return peel(x, self.axes, self.reading, self.shared) if is_tensor(x.node) else [x]
@@ -113,7 +148,7 @@ class Unwrapper:
             return None
         kept = None if stored.scales is None else tuple(scale for scale in scales if scale is not None)
         pool = self._peel(gather.source(picked))
-        return Stored(pool, ids, picked, gather.counts_back, kept, stored.dtype, stored.packed)
+        return stored._replace(choices=pool, ids=ids, picked=picked, counts_back=gather.counts_back, scales=kept)
 
     def _gather(self, x: Operand) -> Gather | None:
         """The gather that ``x`` is, or is a view of that cuts across pages and sequences, and still holds."""

@@ -121,11 +121,9 @@ def _keys_and_values(call: AttentionCall, low: int, high: int) -> tuple[Tensor, 
         part = dense(call._replace(block_table=call.block_table[:, pages]), _wide(call))
         own = slice(low % call.page_size, low % call.page_size + high - low)
         return part.k[:, :, own], part.v[:, :, own]
-    scales = {
-        name: None if x is None else x[:, :, low:high]
-        for name, x in (("k_scale", call.k_scale), ("v_scale", call.v_scale))
-    }
-    part = dense(call._replace(k=call.k[:, :, low:high], v=call.v[:, :, low:high], **scales), _wide(call))
+    k_scale, v_scale = (None if x is None else x[:, :, low:high] for x in (call.k_scale, call.v_scale))
+    k, v = call.k[:, :, low:high], call.v[:, :, low:high]
+    part = dense(call._replace(k=k, v=v, k_scale=k_scale, v_scale=v_scale), _wide(call))
     return part.k, part.v
 
 

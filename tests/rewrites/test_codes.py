@@ -8,12 +8,15 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import attnpatch
-from attnpatch import tbq4
-from attnpatch.graph import op, shape, value
+from attnpatch import patching, tbq4
+from attnpatch.graph import is_tensor, op, shape, value
+from attnpatch.kernels import dense as kernels_dense
+from attnpatch.kernels.tiled import backend as tiled_backend
 from attnpatch.tbq4 import LEVELS, STEP, blocks_of, rotation
 from attnpatch.tbq4.codec import SIGNS
 from attnpatch.testing.recording import RecordingBackend, clones, record
 from attnpatch.testing.tolerance import assert_same_function, run_float64
+from tests.caches.conftest import generate, make_model
 
 B, H, HKV, S, D, DV = 2, 6, 2, 12, 24, 16
 GROUP = H // HKV
@@ -501,6 +504,168 @@ def test_layers_share_what_turns_q():
     assert recording.masks == ["none, TBQ4 K, TBQ4 V"] * 2
     assert len(recording.named("matmul")) == 4
     assert len({node.args[1] for node in recording.named("matmul")}) == 2
+
+
+# K with a constant part
+
+
+def centred(attend):
+    def function(q, kc, kn, vc, vn, centre):
+        k = decode(kc, kn, q) + centre
+        return attend(q, repeat_kv(k), repeat_kv(decode(vc, vn, q)))
+
+    return function
+
+
+CENTRES = {"head": (1, HKV, 1, D), "sequence": (B, HKV, 1, D), "channel": (D,)}
+
+
+@pytest.mark.parametrize("sizes", CENTRES.values(), ids=CENTRES)
+@pytest.mark.parametrize("attend", [eager, sdpa])
+def test_a_vector_added_to_all_keys_is_left_out(attend, sizes):
+    """It moves all scores of a row by one number, which softmax forgets."""
+    check_codes(centred(attend), *args(), torch.randn(*sizes) * 3)
+
+
+def test_8_bit_keys_with_a_centre():
+    def function(q, k, ks, centre, vc, vn):
+        return sdpa(q, repeat_kv(centre + k.float() * ks), repeat_kv(decode(vc, vn, q)))
+
+    q, *_, vc, vn = args()
+    k, ks = (torch.randn(B, HKV, S, D) * 40).to(torch.int8), torch.rand(B, HKV, S, 1) * 0.05
+    recording = check_same(function, q, k, ks, torch.randn(B, HKV, 1, D), vc, vn)
+    assert recording.masks == ["none, int8 K, TBQ4 V"]
+
+
+def softcapped(q, k, v):
+    return ((q @ k.transpose(-1, -2) * 0.1 / 2).tanh() * 2).softmax(-1) @ v
+
+
+def with_sinks(q, k, v):
+    sinks = torch.full((B, H, q.shape[2], 1), 0.5, dtype=q.dtype)
+    return torch.cat([q @ k.transpose(-1, -2) * 0.1, sinks], dim=-1).softmax(-1)[..., :-1] @ v
+
+
+def with_lse(q, k, v):
+    scores = q @ k.transpose(-1, -2) * 0.1
+    return scores.softmax(-1) @ v * scores.logsumexp(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("attend", [softcapped, with_sinks, with_lse])
+def test_a_vector_added_to_all_keys_stays_where_scores_need_it(attend):
+    recording = check_same(centred(attend), *args(), torch.randn(B, HKV, 1, D))
+    assert of_operator_lse(recording) == (torch.float32, torch.uint8)
+    assert "K unpacked: a vector is added to all keys, and softcap, sinks or the logsumexp need" in recording.masks[0]
+
+
+def of_operator_lse(recording):
+    (node,) = recording.named("attention", "attention_lse")
+    return tuple(value(x).dtype for x in node.args[1:3])
+
+
+@pytest.mark.parametrize("attend", [softcapped, with_sinks, with_lse])
+def test_codes_of_other_attentions(attend):
+    def function(q, kc, kn, vc, vn):
+        return attend(q, repeat_kv(decode(kc, kn, q)), repeat_kv(decode(vc, vn, q)))
+
+    recording = check_same(function, *args())
+    assert of_operator_lse(recording) == (torch.uint8, torch.uint8)
+
+
+def test_a_vector_for_each_key_is_no_centre():
+    recording = check_same(centred(eager), *args(), torch.randn(1, 1, S, D))
+    assert of_operator(recording)[:2] == (torch.float32, torch.uint8)
+    assert "K unpacked: l_centre_ in float32 is no constant" in recording.masks[0]
+
+
+def test_a_vector_added_to_values_stays():
+    def function(q, kc, kn, vc, vn, centre):
+        return eager(q, repeat_kv(decode(kc, kn, q)), repeat_kv(decode(vc, vn, q) + centre))
+
+    recording = check_same(function, *args(), torch.randn(DV))
+    assert of_operator(recording)[:2] == (torch.uint8, torch.float32)
+    assert "V unpacked: l_centre_ in float32 is no constant" in recording.masks[0]
+
+
+# On a CPU
+
+
+@pytest.mark.parametrize("pages", [False, True])
+def test_the_cpu_decodes_tile_by_tile(monkeypatch, pages):
+    """No more keys at once than a tile has, or their pages."""
+    seen = []
+
+    def spy(c, norms, *args):
+        seen.append(c.shape[2])
+        return tbq4.decode(c, norms, *args)
+
+    monkeypatch.setattr(tiled_backend, "BLOCK_N", 5)
+    monkeypatch.setattr(kernels_dense, "decode", spy)
+    q, kc, kn, vc, vn = args(rows=1)
+    table = torch.tensor([[2, 0, 1], [5, 4, 3]]) if pages else None
+    if pages:
+        kc, kn, vc, vn = (x.unflatten(2, (3, 4)).transpose(1, 2).flatten(0, 1) for x in (kc, kn, vc, vn))
+    y = torch.ops.attnpatch.attention(q, kc, vc, 0.1, k_scale=kn, v_scale=vn, block_table=table)
+    k, v = (decode(*(gathered(x, table) for x in both), q) for both in ((kc, kn), (vc, vn)))
+    torch.testing.assert_close(y, sdpa(q, repeat_kv(k), repeat_kv(v)))
+    assert len(seen) == 2 * 3
+    assert max(seen) == (8 if pages else 5)
+
+
+def gathered(pool, table):
+    return pool if table is None else pool[table].transpose(1, 2).flatten(2, 3)
+
+
+# Through a cache
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Every graph that a patched model compiles, as it is after its rewrite."""
+    seen = []
+    compile_graph = patching.compile_graph
+    monkeypatch.setattr(patching, "compile_graph", lambda gm, *args: seen.append(gm) or compile_graph(gm, *args))
+    return seen
+
+
+CACHES = {
+    "tbq4": ({}, "TBQ4 K, TBQ4 V"),
+    "int8 K": ({"keys": "int8"}, "int8 K, TBQ4 V"),
+    "K alone": ({"values": "dense"}, "TBQ4 K"),
+    "centred": ({"centre_keys": True}, "TBQ4 K, TBQ4 V"),
+    "centred int8": ({"centre_keys": True, "keys": "int8"}, "int8 K, TBQ4 V"),
+}
+
+
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize(("options", "words"), CACHES.values(), ids=CACHES)
+def test_a_llama_decodes_on_codes(options, words, attn_implementation, graphs):
+    """The tokens of the same cache without patch; no tensor of a decode step is as large as an unpacked cache."""
+    model = make_model(attn_implementation=attn_implementation)
+    expected = generate(model, attnpatch.TBQ4Cache(model, **options))
+    attnpatch.patch(model, strict=True)
+    cache = attnpatch.TBQ4Cache(model, **options)
+    assert torch.equal(generate(model, cache), expected)
+    sites = attnpatch.report(model).sites
+    assert [site.mask.split(" | ")[-1].endswith(words) for site in sites] == [True] * 2, [site.mask for site in sites]
+    capacity, width = cache.layers[0].keys.shape[2], 16
+    whole = [n for n in graphs[-1].graph.nodes if is_tensor(n) and shape(n)[-2:] == (capacity, width)]
+    kept = [n for n in whole if value(n).dtype.is_floating_point and "values" not in n.name]
+    assert kept == []
+    assert {op(n) for n in graphs[-1].graph.nodes}.isdisjoint(UNPACKS[1:])
+
+
+def test_a_chunk_after_other_chunks_is_read_as_it_was():
+    """More than 64 tokens on what is stored: the report says that the past is unpacked for them."""
+    model = make_model(num_hidden_layers=1)
+    expected = generate(model, attnpatch.TBQ4Cache(model), length=140, prefill_chunk_size=70)
+    attnpatch.patch(model, strict=True)
+    assert torch.equal(generate(model, attnpatch.TBQ4Cache(model), length=140, prefill_chunk_size=70), expected)
+    (site,) = attnpatch.report(model).sites
+    first, chunk, step = site.mask.split(" | ")
+    assert "TBQ4" not in first
+    assert "K unpacked: " in chunk
+    assert step.endswith("TBQ4 K, TBQ4 V")
 
 
 # What must stay unpacked
