@@ -27,7 +27,7 @@ PARKED = {
     "decode codes in bytes 128": 12,
 }
 IN_LOOPS = {"decode codes, 8 rows 256": 67, "decode codes, 64 rows 256": 1}
-"""Of those, the most within a loop: one warp of 64 keys and 256 channels has no room for all, in two it loads norms apart."""
+"""Of those, the most within loops: one warp has no room for 64 keys of 256 channels; two would load norms apart."""
 NARROW_LOADS = {"decode codes, 16 rows 256": 4}
 """Loads of 2 bytes in a loop: of 32 norms, a lane of the one warp has one each."""
 
