@@ -113,10 +113,10 @@ class Arrangement:
 
     def _words(self, *both: Stored) -> tuple[str, ...]:
         """Why K or V is unpacked in the graph although it is made of codes."""
-        reasons = zip("KV", both, self._kept, strict=True)
-        return tuple(
-            f"{name} unpacked: {x.kept or kept}" for name, x, kept in reasons if not x.packed and (x.kept or kept)
-        )
+        reasons = ["" if x.packed else x.kept or kept for x, kept in zip(both, self._kept, strict=True)]
+        if reasons[0] == reasons[1]:
+            return (f"K and V unpacked: {reasons[0]}",) if reasons[0] else ()
+        return tuple(f"{name} unpacked: {reason}" for name, reason in zip("KV", reasons, strict=True) if reason)
 
     def _layout(self, absent: set[str]) -> tuple[Layout, tuple[str, ...]]:
         every = head_axes(self.roles.shared, self.axes)

@@ -105,7 +105,7 @@ def _said(values: Tensor) -> str:
     """What is wrong with 16 values."""
     steps = values.diff()
     if torch.allclose(steps, steps[:1], rtol=1e-5, atol=0.0):
-        return f"codes stand for evenly spaced values, 0 for {values[0]:.4g}: integers, not the levels of TBQ4"
+        return f"codes stand for evenly spaced values from {values[0]:.4g}: integers with a zero point, not TBQ4"
     return "codes stand for other values than the levels of TBQ4 times one factor"
 
 

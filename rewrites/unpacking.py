@@ -152,6 +152,8 @@ class Unpacking:
 
     def _refused(self, node: Node, rows: Dims) -> Refused:
         num_blocks, head_dim = self.sizes
+        if op(node) == "index_copy":
+            return Refused(f"new rows are put in as they are ({place(node)})")
         dtype, width = str(value(node).dtype).removeprefix("torch."), said(shape(node)[len(rows) :])
         if value(node).dtype == PACKED:
             return Refused(f"{node.name} has {width} bytes for a vector of {head_dim} channels, not {head_dim // 2}")
