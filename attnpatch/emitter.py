@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch._dynamo.source import ConstantSource
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
@@ -369,6 +370,8 @@ def constant(graph: Graph, name: str, tensor: torch.Tensor, like: Node) -> Node:
     numbers = (i for i in itertools.count() if not hasattr(module, f"_attnpatch_{name}_{i}"))
     target = f"_attnpatch_{name}_{next(numbers)}"
     module.register_buffer(target, tensor, persistent=False)
+    if hasattr(module, "_param_name_to_source"):  # Dynamo's: AOTAutograd asks where each buffer is from
+        module._param_name_to_source[target] = ConstantSource(target)
     node = graph.get_attr(target)
     with value(like).fake_mode as mode:
         node.meta["example_value"] = mode.from_tensor(tensor)

@@ -161,6 +161,8 @@ def turn_of(matrix: Tensor) -> Turn:
     own = rotation(head_dim, torch.device("cpu"), torch.float32).double()
     turn = own.T @ matrix
     factor = float(turn.square().sum() / head_dim) ** 0.5
+    if not 0 < factor < math.inf:
+        raise Refused(f"levels are multiplied with {factor}")
     power = 2.0 ** round(math.log2(factor))
     turn, factor = turn / factor, power if abs(factor / power - 1) < _CLOSE else factor
     one = torch.eye(head_dim, dtype=torch.float64)

@@ -47,7 +47,8 @@ class Constants:
     """Values of constant tensors, on the CPU.
 
     Args:
-        writes: the graph's in-place writes: what is written is no constant. Neither are parameters.
+        writes: the graph's in-place writes: what is written is no constant. Neither are parameters and inputs; buffers
+            that the graph's module holds are.
     """
 
     def __init__(self, writes: Writes) -> None:

@@ -210,8 +210,7 @@ class Unpacking:
         if constant is not None:
             return self._of_channels(constant, width, node)
         own = max(0, len(shape(x)) - width)
-        mine = rows[len(rows) - own :]
-        return self.read(x, tuple(() if is_one(size) else dim for size, dim in zip(shape(x), mine, strict=False)))
+        return self.read(x, _broadcast(rows[len(rows) - own :], shape(x)[:own], shape(node)[len(rows) - own :]))
 
     def _of_channels(self, constant: Tensor, width: int, node: Node) -> Tensor:
         lead = max(0, constant.dim() - width)
@@ -286,8 +285,7 @@ class Unpacking:
         source = arg(node, 0, "input")
         if len(shape(source)) != len(shape(node)):
             raise self._refused(node, rows)
-        own = tuple(() if is_one(size) else dim for size, dim in zip(shape(source), rows, strict=False))
-        x = self.read(source, own)
+        x = self.read(source, _broadcast(rows, shape(source), shape(node)))
         return picked([x], numbers(x).expand(shape(node)[len(rows) :]))
 
     def _move(self, node: Node, rows: Dims) -> Channels:
@@ -336,6 +334,12 @@ def _only(name: str, known: Leaf | None, found: Leaf) -> Leaf:
     if known is not None and known != found:
         raise Refused(f"{name} are read from both {known.node.name} and {found.node.name}")
     return found
+
+
+def _broadcast(rows: Dims, before: Any, after: Any) -> Dims:
+    """The rows of what is broadcast from sizes ``before`` to ``after``."""
+    sizes = zip(rows, before, after, strict=False)
+    return tuple(() if is_one(mine) and not is_one(whole) else dim for dim, mine, whole in sizes)
 
 
 def _is_of_one_byte(packed: list[Bytes]) -> bool:

@@ -493,6 +493,23 @@ def test_k_and_v_differ():
     assert len(recording.named("matmul")) == 1
 
 
+def test_a_batch_of_one_key():
+    """Sizes of 1 are rows all the same."""
+
+    def function(q, kc, kn, vc, vn):
+        k, v = (unpack(c, n, NIBBLES["of_integers"]) for c, n in ((kc, kn), (vc, vn)))
+        return sdpa(q, k, v)
+
+    check_codes(function, torch.randn(1, 1, 5, D), *codes(D, 1, 1, 1), *codes(DV, 1, 1, 1))
+
+
+def test_what_turns_q_is_known_to_inductor():
+    def function(q, kc, kn, vc, vn):
+        return eager(q, *(repeat_kv(unpack(c, n, turned=orthogonal)) for c, n in ((kc, kn), (vc, vn))))
+
+    check_codes(function, *args(), rest="inductor")
+
+
 def test_layers_share_what_turns_q():
     def function(q, kc, kn, vc, vn):
         for _ in range(2):
