@@ -104,7 +104,7 @@ CONFIGS = {
     "codes, 8 rows": {
         64: DecodeConfig(16, 64, 1, 3, 8),
         128: DecodeConfig(INT8_ROWS, 64, 1, 3, 8),
-        256: DecodeConfig(INT8_ROWS, 64, 1, 2, 8),
+        256: DecodeConfig(INT8_ROWS, 32, 1, 3, 8),
     },
     "codes, 16 rows": {
         64: DecodeConfig(16, 64, 1, 3, 8),

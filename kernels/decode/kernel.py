@@ -208,10 +208,11 @@ def _split_kernel(
     share = share_of(tl.maximum(hi - lo, 0), splits, least_share, most_share, BLOCK_N)
     lo += split * share
     hi = tl.minimum(lo + share, hi)
-    cut = tl.where(elementwise | (lo < full_lo) | (hi > full_hi), hi, lo)
-    if WHOLE_TILES:  # a run that begins elsewhere is empty
-        lo, cut = tl.multiple_of(lo, 16), tl.multiple_of(cut, 16)
-    starts, stops = (lo, cut), (cut, hi)
+    has_edge = elementwise | (lo < full_lo) | (hi > full_hi)
+    starts, stops = (lo, tl.where(has_edge, hi, lo)), (tl.where(has_edge, hi, lo), hi)
+    if WHOLE_TILES:  # the compiler believes what it is told: an empty run begins at a multiple of 16, too
+        whole = tl.where(has_edge, tl.cdiv(hi, 16) * 16, lo)
+        starts = (tl.multiple_of(lo, 16), tl.multiple_of(whole, 16))
 
     if K_SCALE_PER_HEAD:
         head_scale = load_per_head(k_scale, k_scale_strides, b_k, h_kv)

@@ -186,8 +186,8 @@ def _split(
         DTYPE=_DTYPES[call.q.dtype],
         PRECISION=precision,
         MERGES=plan.merges,
-        BLOCK_D=padded_width(call.head_dim),
-        BLOCK_DV=padded_width(call.head_dim_v),
+        BLOCK_D=_block_width(call.head_dim, k),
+        BLOCK_DV=_block_width(call.head_dim_v, v),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **shared,
@@ -215,6 +215,11 @@ def _rotate(call: AttentionCall, form: Form, rows: int, overlaps: bool, then: La
         BLOCK_D=padded_width(call.head_dim),
         num_warps=1,
     )
+
+
+def _block_width(head_dim: int, form: Form) -> int:
+    """Channels of a tile whose planes products take: they are at least 16 wide."""
+    return max(padded_width(head_dim), 16 * form.step * form.tiles)
 
 
 def _blocks(x: Tensor, head_dim: int) -> tuple[int, ...] | None:

@@ -143,7 +143,7 @@ def copies(x, COUNT: tl.constexpr):
 
 @triton.jit
 def row_copies(x, COUNT: tl.constexpr):
-    """All rows of ``x`` COUNT times, two of them in float16.
+    """All rows of ``x`` COUNT times, two of them of 16 bits.
 
     The second copy is XORed with 0 in a register: from one register for both, ptxas makes the four that an operand
     takes anew for every product (70 moves a tile of 64 keys).
@@ -152,7 +152,7 @@ def row_copies(x, COUNT: tl.constexpr):
         asm: tl.constexpr = (
             "{.reg .b32 z, a; mov.u32 z, %laneid; mov.u32 a, %ctaid.y; and.b32 z, z, a; xor.b32 $0, $1, z;}"
         )
-        again = tl.inline_asm_elementwise(asm, "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2)
+        again = tl.inline_asm_elementwise(asm, "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
         x = tl.reshape(tl.permute(tl.join(x, again), 2, 0, 1), [2 * x.shape[0], x.shape[1]])
     return x
 

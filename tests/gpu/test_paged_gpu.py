@@ -54,8 +54,11 @@ def test_groups(group, page_size):
     ids=str,
 )
 def test_head_dims(head_dim, head_dim_v, dtype):
+    """Of float32 fewer keys: rounded products of 1500 alone may be off by what is allowed in all."""
+    keys = 300 if dtype == torch.float32 else KEYS
     for rows in (1, 20):
-        check(paged(dense(seqlen_q=rows, head_dim=head_dim, head_dim_v=head_dim_v, dtype=dtype), 16))
+        sizes = {"seqlen_q": rows, "seqlen_k": keys, "head_dim": head_dim, "head_dim_v": head_dim_v}
+        check(paged(dense(**sizes, q_offset=OFFSETS * keys // KEYS, dtype=dtype), 16))
 
 
 TERMS = {
