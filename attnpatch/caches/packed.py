@@ -28,13 +28,27 @@ class Format(NamedTuple):
     read: Callable[[Tensor, Any, Tensor], Tensor]
 
 
+_PLANAR = (0, 1, 3, 2)
+"""Order of the dimensions of norms in memory: those of one block side by side, so that kernels load them at once."""
+
+
+def _laid_as(like: Tensor, x: Tensor) -> Tensor:
+    """``x`` with the dimensions in memory in the order of ``like``'s, which has as many."""
+    is_planar = like.dim() == 4 and like.stride(2) < like.stride(3)
+    return x.transpose(2, 3).contiguous().transpose(2, 3) if is_planar else x
+
+
 def _zeros(states: Tensor, capacity: int, *last: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(*states.shape[:2], capacity, *last, dtype=dtype, device=states.device)
 
 
 def _empty_tbq4(states: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     codes = _zeros(states, capacity, states.shape[3] // 2, dtype=torch.uint8)
-    return codes, _zeros(states, capacity, len(blocks_of(states.shape[3])), dtype=torch.float16)
+    num_blocks = len(blocks_of(states.shape[3]))
+    if num_blocks == 1:  # either order; the plain one has no stride that grows with the capacity
+        return codes, _zeros(states, capacity, 1, dtype=torch.float16)
+    shape = (*states.shape[:2], capacity, num_blocks)
+    return codes, torch.empty_permuted(shape, _PLANAR, dtype=torch.float16, device=states.device).zero_()
 
 
 def _empty_int8(states: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
@@ -203,7 +217,7 @@ class PackedLayer(CacheLayerMixin):
         """Move to buffers of ``capacity``."""
         for name, x in self._tensors():
             if name != "centre" and x.shape[2] < capacity:
-                grown = x.new_zeros(*x.shape[:2], capacity, *x.shape[3:])
+                grown = _laid_as(x, x.new_zeros(*x.shape[:2], capacity, *x.shape[3:]))
                 grown[:, :, : x.shape[2]] = x
                 setattr(self, name, grown)
 
@@ -215,7 +229,7 @@ class PackedLayer(CacheLayerMixin):
         """Keep these rows: ids, which may repeat, or a bool per row. As many rows as before stay where they are."""
         for name, x in self._tensors():
             rows = x[indices.to(x.device)]
-            setattr(self, name, x.copy_(rows) if rows.shape == x.shape else rows)
+            setattr(self, name, x.copy_(rows) if rows.shape == x.shape else _laid_as(x, rows))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` becomes row ``beam_idx[i]``."""
@@ -224,4 +238,4 @@ class PackedLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row becomes ``repeats`` of itself, one after the other."""
         for name, x in self._tensors():
-            setattr(self, name, x.repeat_interleave(repeats, dim=0))
+            setattr(self, name, _laid_as(x, x.repeat_interleave(repeats, dim=0)))

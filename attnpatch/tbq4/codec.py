@@ -217,8 +217,12 @@ def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def _of_fixed_size(constant: Tensor) -> Tensor:
-    """Dynamo takes the sizes of constants from one function for sizes of one input, and fails to guard them."""
-    torch._dynamo.mark_static(constant)
+    """Dynamo takes the sizes of constants from one function for sizes of one input, and fails to guard them.
+
+    ``torch._dynamo.mark_static`` sets this, but nothing where Dynamo itself makes the constant.
+    """
+    constant._dynamo_static_indices = set(range(constant.dim()))  # type: ignore[attr-defined]
+    constant._has_dynamo_dim_marking = True  # type: ignore[attr-defined]
     return constant
 
 

@@ -218,6 +218,22 @@ def test_growth(model, monkeypatch):
     assert capacities == [16, 16, 32, 32, 64]
 
 
+def test_norms_of_a_block_lie_side_by_side(model_with, run, monkeypatch):
+    """Also after what gives a cache other tensors: kernels then load them without waiting."""
+    monkeypatch.setattr(packed, "FIRST_CAPACITY", 16)
+    model = model_with(head_dim=24)  # blocks of 16 and 8
+    cache = TBQ4Cache(model)
+    first = torch.tensor([0])
+    for change in (lambda: None, lambda: cache.batch_repeat_interleave(3), lambda: cache.batch_select_indices(first)):
+        logits(model, ids_of(7, abs(cache.batch_size)), cache)
+        change()
+        for norms in (cache.layers[1].key_scale, cache.layers[1].value_scale):
+            assert norms.shape[3] == 2
+            assert (norms.stride(2), norms.stride(3)) == (1, norms.shape[2])
+    assert cache.layers[0].keys.shape[2] == 32
+    assert torch.equal(run(model, TBQ4Cache(model)), run(model, simulated_cache(model)))
+
+
 def test_max_cache_len(model):
     cache = TBQ4Cache(model, max_cache_len=7)
     logits(model, ids_of(5), cache)

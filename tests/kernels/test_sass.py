@@ -20,15 +20,14 @@ PARKED = {
     "decode 64 rows 256": 93,
     "decode 128 rows 256": 93,
     "decode small 64 rows 256": 76,
-    "decode codes, 8 rows 256": 107,
-    "decode codes, 16 rows 128": 12,
+    "decode codes, 16 rows 128": 13,
     "decode codes, 16 rows 256": 14,
-    "decode codes, 64 rows 256": 28,
+    "decode codes, 64 rows 256": 36,
     "decode codes in bytes 128": 12,
 }
-IN_LOOPS = {"decode codes, 8 rows 256": 67, "decode codes, 64 rows 256": 1}
-"""Of those, the most within loops: one warp has no room for 64 keys of 256 channels; two would load norms apart."""
-NARROW_LOADS = {"decode codes, 16 rows 256": 4}
+IN_LOOPS = {"decode codes, 64 rows 256": 1}
+"""Of those, the most within loops."""
+NARROW_LOADS = {"decode codes, 8 rows 256": 4, "decode codes, 16 rows 256": 4}
 """Loads of 2 bytes in a loop: of 32 norms, a lane of the one warp has one each."""
 
 pytestmark = pytest.mark.skipif(not NVDISASM.exists(), reason="this Triton ships no nvdisasm")
@@ -70,7 +69,7 @@ def test_spills_beside_bounds(rows):
 def test_parked_registers(rows):
     """Some wait in memory while the masked loop, which comes first, runs; inside of the loops none is, but IN_LOOPS."""
     for name, most in PARKED.items():
-        assert 0 < rows[name]["spills"] <= most, name
+        assert 0 < rows[name]["spills"] <= most, (name, rows[name]["spills"])
         assert sum(rows[name]["spills by run"]) <= IN_LOOPS.get(name, 0), name
 
 
