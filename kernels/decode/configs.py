@@ -179,9 +179,10 @@ def _codes_kind(call: AttentionCall, in_words: bool) -> str:
     if any(form.step == 2 for form in forms):
         return "codes in bytes"
     rows = call.q.shape[2] * call.group_size
-    if call.cu_seqlens_q is not None or rows > 16:
-        return "codes, 64 rows"
-    return "codes, 8 rows" if rows <= INT8_ROWS and call.k.dtype == PACKED else "codes, 16 rows"
+    many = call.cu_seqlens_q is not None or rows > 16
+    if many and padded_width(call.head_dim) == padded_width(call.head_dim_v):
+        return "codes, 64 rows"  # of two widths ptxas gets V's first plane wrong: launch._takes_words
+    return "codes, 8 rows" if not many and rows <= INT8_ROWS and call.k.dtype == PACKED else "codes, 16 rows"
 
 
 def choose_plan(call: AttentionCall, config: DecodeConfig, num_splits: int = 0) -> Plan:
