@@ -40,7 +40,8 @@ class TBQ4Cache(Cache):
         values: how V is kept: "tbq4" or "dense".
         skip_layers: layers that stay dense: indices, negative ones from the end, "first" and "last" of full attention.
         centre_keys: K is kept as its difference to its mean over the tokens of the first forward, per sequence and
-            head, for models whose K has a large constant part. The mean is added when K is read.
+            head: many models' K has a large constant part. The mean is added when K is read, or left out where a
+            softmax forgets it. None = where K is not dense.
 
     Raises:
         ValueError: a value is not allowed, or the model has no full attention layers, or layers of another kind.
@@ -54,7 +55,7 @@ class TBQ4Cache(Cache):
         keys: str = "tbq4",
         values: str = "tbq4",
         skip_layers: Sequence[int | str] = (),
-        centre_keys: bool = False,
+        centre_keys: bool | None = None,
     ) -> None:
         _check_choice("keys", keys, KEYS)
         _check_choice("values", values, VALUES)
@@ -65,7 +66,7 @@ class TBQ4Cache(Cache):
         self.tokens = Tokens(max_cache_len)
         self.layer_types, self.layer_arguments = _layer_types(getattr(model, "config", model))
         self.packed = [i for i, kind in enumerate(self.layer_types) if kind == "full_attention"]
-        self.choice = keys, values, centre_keys
+        self.choice = keys, values, keys != "dense" if centre_keys is None else centre_keys
         self.dense = _skipped(skip_layers, self.packed, len(self.layer_types))
         super().__init__(layers=self._empty_layers())
 

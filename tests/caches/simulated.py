@@ -19,9 +19,10 @@ ROUND = {"tbq4": rounded, "int8": rounded_to_int8, "dense": lambda states: state
 
 
 class SimulatedLayer(DynamicLayer):
-    def __init__(self, keys="tbq4", values="tbq4", centre_keys=False):
+    def __init__(self, keys="tbq4", values="tbq4", centre_keys=None):
         super().__init__()
-        self.formats, self.centred, self.centre = (keys, values), centre_keys, 0.0
+        self.formats, self.centre = (keys, values), 0.0
+        self.centred = keys != "dense" if centre_keys is None else centre_keys
 
     def update(self, key_states, value_states, *args, **kwargs):
         past = (self.keys, self.values) if self.get_seq_length() else None

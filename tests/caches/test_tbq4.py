@@ -44,8 +44,8 @@ CHOICES = {
     "K alone": {"values": "dense"},
     "V alone": {"keys": "dense"},
     "int8 K": {"keys": "int8"},
-    "centred": {"centre_keys": True},
-    "centred int8": {"keys": "int8", "centre_keys": True},
+    "not centred": {"centre_keys": False},
+    "int8, not centred": {"keys": "int8", "centre_keys": False},
 }
 
 
@@ -78,7 +78,7 @@ def test_skip_layers(model_with, run, skip_layers, dense):
 def test_what_is_stored_is_the_codec(model_with):
     """Codes and norms of the keys that the model made, at the place of their token, zeros behind them."""
     model = model_with(num_hidden_layers=1)
-    cache, dense = TBQ4Cache(model), DynamicCache(config=model.config)
+    cache, dense = TBQ4Cache(model, centre_keys=False), DynamicCache(config=model.config)
     logits(model, ids_of(7, 2), cache)
     logits(model, ids_of(7, 2), dense)
     (layer,), (expected,) = cache.layers, dense.layers
@@ -306,12 +306,13 @@ def bytes_of(length, **choice):
 
 
 def test_bytes_of_a_long_cache():
-    """65,536 bytes per token in bfloat16; 128 bytes of codes and two norms per head, of K and of V, in 4 bits."""
+    """65,536 bytes per token in bfloat16; in 4 bits 128 bytes of codes and two norms per head, of K and of V."""
     assert bytes_of(262_144, keys="dense", values="dense") == 262_144 * 65_536
     assert round(bytes_of(262_144, keys="dense", values="dense") / 1e9, 2) == 17.18
-    assert bytes_of(262_144) == 262_144 * 16 * 4 * 2 * (128 + 2 * 2)
+    centres = 16 * 4 * 256 * 2  # of K, one per layer and head
+    assert bytes_of(262_144) == 262_144 * 16 * 4 * 2 * (128 + 2 * 2) + centres
     assert round(bytes_of(262_144) / 1e9, 2) == 4.43
-    assert bytes_of(1024, keys="int8") == 1024 * 16 * 4 * ((256 + 4) + (128 + 2 * 2))
+    assert bytes_of(1024, keys="int8") == 1024 * 16 * 4 * ((256 + 4) + (128 + 2 * 2)) + centres
 
 
 def test_layers_with_a_window_stay_dense_and_bounded(model_with, run):

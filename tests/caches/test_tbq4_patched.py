@@ -62,7 +62,7 @@ def test_generate(model_with, run, mode, layers, attn_implementation):
 CHOICES = {
     "int8 K, dense V": {"keys": "int8", "values": "dense"},
     "dense K": {"keys": "dense"},
-    "centred": {"centre_keys": True},
+    "not centred": {"centre_keys": False},
 }
 
 

@@ -649,8 +649,8 @@ CACHES = {
     "tbq4": ({}, "TBQ4 K, TBQ4 V"),
     "int8 K": ({"keys": "int8"}, "int8 K, TBQ4 V"),
     "K alone": ({"values": "dense"}, "TBQ4 K"),
-    "centred": ({"centre_keys": True}, "TBQ4 K, TBQ4 V"),
-    "centred int8": ({"centre_keys": True, "keys": "int8"}, "int8 K, TBQ4 V"),
+    "not centred": ({"centre_keys": False}, "TBQ4 K, TBQ4 V"),
+    "int8, not centred": ({"centre_keys": False, "keys": "int8"}, "int8 K, TBQ4 V"),
 }
 
 
