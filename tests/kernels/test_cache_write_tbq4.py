@@ -232,7 +232,7 @@ def test_refused(broken, message):
         ops.cache_write(*broken(write))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_anything(data):
     draw = data.draw
