@@ -26,3 +26,19 @@ def _seeded():
 def _no_environment_twins(monkeypatch):
     for name in ("ATTNPATCH_STRICT", "ATTNPATCH_BACKENDS", "ATTNPATCH_LOG"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Every graph that a patched model compiles, as it is after its rewrite."""
+    from attnpatch import patching
+
+    seen: list[torch.fx.GraphModule] = []
+    compile_graph = patching.compile_graph
+
+    def spy(gm, *args):
+        seen.append(gm)
+        return compile_graph(gm, *args)
+
+    monkeypatch.setattr(patching, "compile_graph", spy)
+    return seen

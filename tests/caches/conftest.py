@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+import attnpatch
+
 
 def make_model(family="Llama", attn_implementation="eager", **config):
     import transformers
@@ -67,3 +69,15 @@ MODES = {
 def mode(request):
     """Arguments of ``run``."""
     return request.param
+
+
+def symbols(gm):
+    """Inputs of a graph that are not tensors."""
+    return [
+        n for n in gm.graph.nodes if n.op == "placeholder" and not isinstance(n.meta["example_value"], torch.Tensor)
+    ]
+
+
+def fused(model):
+    report = attnpatch.report(model)
+    return report.summary["fused"], report.summary["refused"], report.gaps

@@ -2,47 +2,20 @@
 
 import pytest
 import torch
-from torch.fx import GraphModule
 from transformers.cache_utils import DynamicCache
 
 import attnpatch
-from attnpatch import patching
 from attnpatch.caches import paged
 from attnpatch.caches.paged import PagedCache
 from attnpatch.caches.pages import OutOfPages
 from attnpatch.graph import op
+from tests.caches.conftest import fused, symbols
 
 
 @pytest.fixture
 def model(model_with):
     """One layer: what depends on their number is tested in test_generate."""
     return model_with(num_hidden_layers=1)
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """Every graph that a patched model compiles, as it is after its rewrite."""
-    seen: list[GraphModule] = []
-    compile_graph = patching.compile_graph
-
-    def spy(gm, *args):
-        seen.append(gm)
-        return compile_graph(gm, *args)
-
-    monkeypatch.setattr(patching, "compile_graph", spy)
-    return seen
-
-
-def symbols(gm):
-    """Inputs of a graph that are not tensors."""
-    return [
-        n for n in gm.graph.nodes if n.op == "placeholder" and not isinstance(n.meta["example_value"], torch.Tensor)
-    ]
-
-
-def fused(model):
-    report = attnpatch.report(model)
-    return report.summary["fused"], report.summary["refused"], report.gaps
 
 
 @pytest.mark.parametrize(("layers", "attn_implementation"), [(2, "eager"), (1, "sdpa")])

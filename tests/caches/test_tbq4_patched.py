@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-from torch.fx import GraphModule
 from transformers.cache_utils import DynamicCache, StaticCache
 
 import attnpatch
@@ -13,6 +12,7 @@ from attnpatch.caches import packed
 from attnpatch.caches.paged import PagedCache
 from attnpatch.caches.tbq4 import TBQ4Cache
 from attnpatch.graph import op
+from tests.caches.conftest import fused, symbols
 from tests.caches.simulated import simulated_cache
 
 
@@ -20,32 +20,6 @@ from tests.caches.simulated import simulated_cache
 def model(model_with):
     """One layer: what depends on their number is tested in test_generate."""
     return model_with(num_hidden_layers=1)
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """Every graph that a patched model compiles, as it is after its rewrite."""
-    seen: list[GraphModule] = []
-    compile_graph = patching.compile_graph
-
-    def spy(gm, *args):
-        seen.append(gm)
-        return compile_graph(gm, *args)
-
-    monkeypatch.setattr(patching, "compile_graph", spy)
-    return seen
-
-
-def symbols(gm):
-    """Inputs of a graph that are not tensors."""
-    return [
-        n for n in gm.graph.nodes if n.op == "placeholder" and not isinstance(n.meta["example_value"], torch.Tensor)
-    ]
-
-
-def fused(model):
-    report = attnpatch.report(model)
-    return report.summary["fused"], report.summary["refused"], report.gaps
 
 
 @pytest.mark.parametrize(("layers", "attn_implementation"), [(2, "eager"), (1, "sdpa")])

@@ -60,7 +60,7 @@ def copied(write):
 
 
 def bits(x):
-    return x.flatten().view(torch.uint8)
+    return x.contiguous().flatten().view(torch.uint8)
 
 
 def assert_same_write(write):

@@ -11,6 +11,7 @@ from attnpatch import ops, tbq4
 from attnpatch.kernels.cache_write import launch, reference
 from attnpatch.tbq4 import codec
 from attnpatch.writing import CacheWrite, check
+from tests.kernels.test_cache_write import assert_same_write, bits
 
 pytestmark = [  # numpy's, not a kernel's
     pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning"),
@@ -52,21 +53,6 @@ def copied(write):
     return CacheWrite(*(None if x is None else x.clone(memory_format=torch.preserve_format) for x in write))
 
 
-def bits(x):
-    return x.contiguous().flatten().view(torch.uint8)
-
-
-def run(write):
-    """What the kernel leaves, asserted to be what the reference does: bit for bit, untouched places too."""
-    check(write)
-    ours, expected = copied(write), copied(write)
-    launch.cache_write(ours)(*ours)
-    reference.cache_write(*expected)
-    for name, x, y in zip(write._fields, ours, expected, strict=True):
-        assert x is None or torch.equal(bits(x), bits(y)), name
-    return ours
-
-
 def test_reference_against_encode():
     k, v = vectors(2, 3, 4, 80), vectors(2, 3, 4, 64, seed=1)
     write = write_of(k, v, [[3, 1, 0, 11], [0, 2, 4, 6]])
@@ -87,7 +73,7 @@ def test_reference_against_encode():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_shapes(dtype, width, tokens):
     k, v = (vectors(1, 2, tokens, n, dtype=dtype, seed=n) for n in width)
-    ours = run(write_of(k, v, 2))
+    ours = assert_same_write(write_of(k, v, 2))
     read = tbq4.decode(ours.k_cache, ours.k_scale, width[0], torch.float32)[:, :, 2 : 2 + tokens]
     torch.testing.assert_close(read.norm(dim=-1), k.float().norm(dim=-1), rtol=6e-4, atol=0)
     assert (torch.cosine_similarity(read, k.float(), dim=-1) > 0.95)[k.any(-1)].all()
@@ -97,8 +83,8 @@ def test_shapes(dtype, width, tokens):
 @pytest.mark.parametrize("v_kind", ["tbq4", "int8", "dense"])
 def test_sides_are_independent(k_kind, v_kind):
     k, v = vectors(2, 1, 5, 64), vectors(2, 1, 5, 24, seed=1)
-    ours = run(write_of(k, v, 3, kinds=(k_kind, v_kind)))
-    alone = run(write_of(k, k, 3, kinds=(k_kind, "dense")))
+    ours = assert_same_write(write_of(k, v, 3, kinds=(k_kind, v_kind)))
+    alone = assert_same_write(write_of(k, k, 3, kinds=(k_kind, "dense")))
     assert torch.equal(bits(ours.k_cache), bits(alone.k_cache))
     assert (ours.k_scale is None) == (k_kind == "dense")
 
@@ -114,7 +100,7 @@ POSITIONS = {
 
 @pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
 def test_positions(positions):
-    ours = run(write_of(vectors(2, 1, 5, 8), vectors(2, 1, 5, 16), positions))
+    ours = assert_same_write(write_of(vectors(2, 1, 5, 8), vectors(2, 1, 5, 16), positions))
     p = torch.as_tensor(positions)
     p = p + torch.arange(5) if p.dim() == 0 else p
     inside = ((p >= 0) & (p < 12)).expand(2, 5).sum()
@@ -125,7 +111,9 @@ def test_positions(positions):
 def test_pages(positions):
     """The pool's own rows, and ids outside of it left out."""
     table = torch.tensor([[7, 2, 5], [1, 8, 9]], dtype=torch.int32)
-    ours = run(write_of(vectors(2, 2, 5, 40), vectors(2, 2, 5, 8), positions, rows=4, table=table, pages=9))
+    ours = assert_same_write(
+        write_of(vectors(2, 2, 5, 40), vectors(2, 2, 5, 8), positions, rows=4, table=table, pages=9)
+    )
     assert (~ours.k_scale[:, 0, :, 0].isnan()).sum() in (7, 9)
     assert ours.k_scale[[0, 3, 4, 6]].isnan().all()
 
@@ -140,7 +128,7 @@ def test_strides():
     views = by_head[..., 4:36], by_head[..., 40:72:2]
     write = CacheWrite(*views, k, v, torch.tensor(5), None, norms_by_head[..., 1:2], norms_by_head[..., 3:])
     launch.cache_write(write)(*write)
-    plain = run(write_of(k, v, 5, rows=9))
+    plain = assert_same_write(write_of(k, v, 5, rows=9))
     for x, y in zip((*write[:2], *write[6:]), (*plain[:2], *plain[6:]), strict=True):
         assert torch.equal(bits(x), bits(y))
     pool[..., 4:36] = pool[..., 40:72:2] = UNTOUCHED
@@ -156,7 +144,7 @@ def test_zeros_and_what_does_not_fit():
     x[0, 0, 4, 3] = 1e5
     x[0, 0, 5, 80] = 3e38
     x[0, 0, 6, :64] = 1e-20
-    ours = run(write_of(x, x, 0, rows=7))
+    ours = assert_same_write(write_of(x, x, 0, rows=7))
     lost = [[False, False]] * 2 + [[False, True], [True, False], [True, False], [False, True], [False, False]]
     assert ours.k_scale[0, 0].isnan().tolist() == lost
     assert ours.k_cache[0, 0, 1].eq(0x88).all()
@@ -244,4 +232,4 @@ def test_anything(data):
     spread = torch.randperm(9 + 2 * tokens, generator=torch.Generator().manual_seed(seed))[:tokens] - tokens
     positions = draw(st.sampled_from([spread[0], spread, spread.expand(batch, tokens)]))
     k, v = (vectors(batch, heads, tokens, n, dtype=dtype, seed=seed + i) for i, n in enumerate(widths))
-    run(write_of(k, v, positions, rows=9, kinds=kinds))
+    assert_same_write(write_of(k, v, positions, rows=9, kinds=kinds))

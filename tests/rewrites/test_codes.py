@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import attnpatch
-from attnpatch import patching, tbq4
+from attnpatch import tbq4
 from attnpatch.graph import is_tensor, op, shape, value
 from attnpatch.kernels import dense as kernels_dense
 from attnpatch.kernels.tiled import backend as tiled_backend
@@ -634,15 +634,6 @@ def gathered(pool, table):
 
 
 # Through a cache
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """Every graph that a patched model compiles, as it is after its rewrite."""
-    seen = []
-    compile_graph = patching.compile_graph
-    monkeypatch.setattr(patching, "compile_graph", lambda gm, *args: seen.append(gm) or compile_graph(gm, *args))
-    return seen
 
 
 CACHES = {
