@@ -365,7 +365,7 @@ def steps(draw):
         *(batch, heads, kv_heads, seqlen_q, seqlen_k),
         head_dim=8 * draw(st.integers(1, 20)),
         head_dim_v=8 * draw(st.integers(1, 20)),
-        dtype=torch.float16,  # a rotation each way rounds float32 by up to 1.3 times what is allowed
+        dtype=torch.float16,  # float32, rotated both ways, was off by 1.2 times what is allowed
         q_offset=offset,
         window_left=draw(st.none() | st.integers(0, 50)),
         window_right=draw(st.none() | st.integers(0, 2)),
