@@ -1,5 +1,6 @@
 """Every test runs on a CPU: Triton kernels in its interpreter, which must be chosen before triton is imported."""
 
+import gc
 import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # the tensors are tiny, and CI shares its cores
+gc.set_threshold(50_000, 20, 20)  # Dynamo makes objects by the million: looking through them took a tenth of the time
 
 
 @pytest.fixture(autouse=True)
