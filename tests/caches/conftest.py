@@ -71,6 +71,17 @@ def mode(request):
     return request.param
 
 
+LAYERS_AND_MODES = pytest.mark.parametrize(
+    ("layers", "attn_implementation", "mode"),
+    [
+        *(pytest.param(1, "sdpa", mode, id=f"sdpa-{name}") for name, mode in MODES.items()),
+        pytest.param(2, "eager", MODES["left padding"], id="2-eager-left padding"),
+        pytest.param(1, "eager", MODES["chunked prefill"], id="eager-chunked prefill"),
+    ],
+)
+"""The modes differ in what the host does with a cache; eager attention differs in the masks alone."""
+
+
 def symbols(gm):
     """Inputs of a graph that are not tensors."""
     return [

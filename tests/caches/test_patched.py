@@ -9,7 +9,7 @@ from attnpatch.caches import paged
 from attnpatch.caches.paged import PagedCache
 from attnpatch.caches.pages import OutOfPages
 from attnpatch.graph import op
-from tests.caches.conftest import fused, symbols
+from tests.caches.conftest import LAYERS_AND_MODES, fused, symbols
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def model(model_with):
     return model_with(num_hidden_layers=1)
 
 
-@pytest.mark.parametrize(("layers", "attn_implementation"), [(2, "eager"), (1, "sdpa")])
+@LAYERS_AND_MODES
 def test_generate(model_with, run, mode, layers, attn_implementation):
     model = model_with(num_hidden_layers=layers, attn_implementation=attn_implementation)
     expected = run(model, DynamicCache(config=model.config), **mode)
