@@ -11,6 +11,7 @@ from attnpatch.dispatch import load_backend
 from attnpatch.kernels.decode import configs
 from attnpatch.kernels.decode.launch import decode
 from attnpatch.testing.inputs import check_backend, key_bounds, random_call
+from tests.combinations import in_turn
 from tests.kernels.calls import bias, bool_mask, check, poison
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|divide by zero):RuntimeWarning")  # numpy's, not a kernel's
@@ -137,8 +138,7 @@ MORE_TERMS = {
 }
 
 
-@pytest.mark.parametrize("num_splits", [1, 2])
-@pytest.mark.parametrize("terms", MORE_TERMS.values(), ids=MORE_TERMS)
+@pytest.mark.parametrize(("terms", "num_splits"), in_turn(MORE_TERMS, [2, 1]))
 def test_terms(terms, num_splits):
     check(append(seqlen_q=4, window_right=0, q_offset=torch.tensor([-2, 125]), **terms), num_splits)
 

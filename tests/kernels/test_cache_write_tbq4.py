@@ -68,9 +68,15 @@ def test_reference_against_encode():
             assert norms[b][:, others].isnan().all()
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 4, 5])
-@pytest.mark.parametrize("width", [(8, 16), (128, 128), (64, 96), (192, 40), (256, 120)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+SHAPES = {
+    torch.float32: [((8, 16), 1), ((192, 40), 1), ((256, 120), 2), ((128, 128), 4), ((64, 96), 5)],
+    torch.float16: [((40, 64), 1), ((128, 128), 1), ((64, 96), 2), ((192, 40), 4), ((8, 16), 5), ((256, 120), 5)],
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "tokens"), [(t, *shape) for t, shapes in SHAPES.items() for shape in shapes], ids=str
+)
 def test_shapes(dtype, width, tokens):
     k, v = (vectors(1, 2, tokens, n, dtype=dtype, seed=n) for n in width)
     ours = assert_same_write(write_of(k, v, 2))
@@ -220,11 +226,11 @@ def test_refused(broken, message):
         ops.cache_write(*broken(write))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.data())
 def test_anything(data):
     draw = data.draw
-    batch, heads, tokens = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 6))
+    batch, heads, tokens = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 6))
     widths = [draw(st.sampled_from([8, 16, 24, 64, 72])) for _ in range(2)]
     kinds = [draw(st.sampled_from(["tbq4", "tbq4", "int8", "dense"])) for _ in range(2)]
     dtype = draw(st.sampled_from([torch.float32, torch.float16]))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from attnpatch.attention_call import AttentionCall
 from attnpatch.dispatch import load_backend
 from attnpatch.testing.inputs import random_call
+from tests.combinations import in_turn
 from tests.kernels.calls import bias, bool_mask, check, poison
 
 BACKEND = load_backend("triton.decode")
@@ -74,8 +75,7 @@ PADDINGS = {
 }
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("padding", PADDINGS.values(), ids=PADDINGS)
+@pytest.mark.parametrize(("padding", "num_splits"), in_turn(PADDINGS, [1, 3]))
 def test_padding(padding, num_splits):
     check(random_step(batch=2, key_padding=padding, q_offset=120, window_right=0), num_splits)
 
@@ -93,8 +93,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize(("mask", "num_splits"), in_turn(MASKS, [1, 3]))
 def test_masks(mask, num_splits):
     check(random_step(batch=2, attn_mask=mask), num_splits)
 

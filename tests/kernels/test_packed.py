@@ -11,6 +11,7 @@ from attnpatch.attention_call import bottom_right_offset
 from attnpatch.kernels.decode import configs
 from attnpatch.kernels.decode.launch import decode
 from attnpatch.testing.inputs import packed, paged, random_call
+from tests.combinations import in_turn
 from tests.kernels.calls import check
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|divide by zero):RuntimeWarning")  # numpy's, not a kernel's
@@ -72,8 +73,7 @@ TERMS = {
 }
 
 
-@pytest.mark.parametrize("num_splits", [1, 2])
-@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+@pytest.mark.parametrize(("terms", "num_splits"), in_turn(TERMS, [1, 2]))
 def test_terms(terms, num_splits):
     check(mixed([(4, 80), (0, 9), (1, 66)], **terms), num_splits)
 
@@ -85,9 +85,9 @@ def test_one_offset_for_all():
         assert torch.equal(check(call._replace(q_offset=offset)), decode(call))
 
 
-@pytest.mark.parametrize(("group", "rows"), [(1, 17), (5, 4), (7, 5), (16, 2), (20, 2)])
-def test_groups(group, rows):
-    check(mixed([(1, 66), (rows, 70)], num_heads=2 * group, num_kv_heads=2), 2)
+@pytest.mark.parametrize(("kv_heads", "group", "rows"), [(2, 1, 17), (2, 5, 4), (1, 7, 5), (1, 16, 2), (1, 20, 2)])
+def test_groups(kv_heads, group, rows):
+    check(mixed([(1, 66), (rows, 70)], num_heads=kv_heads * group, num_kv_heads=kv_heads), 2)
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])

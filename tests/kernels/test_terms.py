@@ -26,7 +26,6 @@ def split_in(num_splits):
 
 RUNS = {
     "prefill": (load_backend("triton.prefill"), 70),
-    "decode": (split_in(1), 1),
     "decode, 3 splits": (split_in(3), 1),
 }
 
@@ -210,7 +209,9 @@ def test_sinks_and_slopes_in_a_band(kernel, band):
 
 
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("kernel", [*RUNS.values(), (split_in(1), 1)], ids=[*RUNS, "decode"])
 def test_every_term_at_once(kernel, masks):
+    """A step that is not split too: it differs in what happens to the sums at the end."""
     bounds = with_plainness(BOUNDS["documents"], 0)
     check(kernel, key_bounds=bounds, sinks=SINKS["moderate"], alibi_slopes=SLOPES["per sequence"], **masks)
 
