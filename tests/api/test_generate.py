@@ -41,8 +41,7 @@ class Recording:
 CACHES = [None, "static"]
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize(("attn_implementation", "cache"), [("eager", None), ("sdpa", "static")])
 def test_tokens_graphs_and_sites(llama_with, attn_implementation, cache):
     """Three prompt lengths, twice each, and a left-padded batch: tokens as eager's, graphs as Dynamo's own."""
     rounds = [{"length": n} for n in (12, 12, 9, 9, 17, 17)] + [{"length": 12, "pads": 4}]

@@ -167,7 +167,7 @@ def test_deepcopy_is_unpatched_and_has_its_own_weights(tiny, ids):
 
 @pytest.mark.parametrize("how", ["pickle", "torch"])
 def test_pickled_model_comes_back_unpatched(llama_with, how):
-    model, ids = attnpatch.patch(llama_with()), torch.arange(1, 9)[None]
+    model, ids = attnpatch.patch(llama_with(layers=1)), torch.arange(1, 9)[None]
     y = model(ids).logits
     if how == "pickle":
         twin = pickle.loads(pickle.dumps(model))
@@ -177,11 +177,11 @@ def test_pickled_model_comes_back_unpatched(llama_with, how):
         twin = torch.load(buffer, weights_only=False)
     torch.testing.assert_close(twin(ids).logits, y)
     assert "not patched" in attnpatch.report(twin).note
-    assert fused(model) == (2, 0)
+    assert fused(model) == (1, 0)
 
 
 def test_save_pretrained_while_patched(llama_with, tmp_path):
-    model, ids = llama_with(), torch.arange(1, 9)[None]
+    model, ids = llama_with(layers=1), torch.arange(1, 9)[None]
     model.save_pretrained(tmp_path / "before")
     attnpatch.patch(model)(ids)
     model.save_pretrained(tmp_path / "patched")
@@ -219,7 +219,7 @@ def test_moved_to_another_dtype(tiny, ids):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_llama(llama_with, dtype):
-    model, ids = llama_with().to(dtype), torch.arange(1, 13)[None]
+    model, ids = llama_with(layers=1).to(dtype), torch.arange(1, 13)[None]
     with torch.no_grad():
         original, y64 = model(ids).logits, run_float64(model, ids).logits
         y = attnpatch.patch(model)(ids).logits
@@ -254,9 +254,9 @@ def test_two_models_do_not_share_anything(tiny_with, ids):
     assert attnpatch.report(models[1]).sites[0].dispatches[0].calls == 2
 
 
-def test_six_models_of_different_depth_at_two_lengths(tiny_with):
+def test_five_models_of_different_depth_at_two_lengths(tiny_with):
     """They share one code object, as all Hugging Face models do, and Dynamo's limit of 8 is per code object."""
-    models = [attnpatch.patch(tiny_with(layers=n), strict=True) for n in range(1, 7)]
+    models = [attnpatch.patch(tiny_with(layers=n), strict=True) for n in range(1, 6)]
     for model in models:
         for length in (9, 12):
             model(torch.ones(2, length, dtype=torch.long))

@@ -40,7 +40,7 @@ def test_patch_an_adapted_model(llama_with, adapt):
 
 
 def test_unpatch_an_adapted_model(llama_with, adapt):
-    model = adapt(llama_with()).eval()
+    model = adapt(llama_with(layers=1)).eval()
     base = model.get_base_model()
     attnpatch.patch(model)
     attnpatch.unpatch(model)
@@ -52,7 +52,7 @@ def test_unpatch_an_adapted_model(llama_with, adapt):
 
 def test_adapt_a_patched_model(llama_with, adapt):
     """get_peft_model wraps the patched base, and calls base.forward directly: outputs are right either way."""
-    base = attnpatch.patch(llama_with())
+    base = attnpatch.patch(llama_with(layers=1))
     model = adapt(base).eval()
     with torch.no_grad():
         y = model(IDS).logits
@@ -61,17 +61,17 @@ def test_adapt_a_patched_model(llama_with, adapt):
 
 
 def test_adapt_a_patched_model_then_patch_the_wrapper(llama_with, adapt):
-    base = attnpatch.patch(llama_with())
+    base = attnpatch.patch(llama_with(layers=1))
     model = adapt(base).eval()
     with pytest.raises(ValueError, match=r"patched already; call attnpatch\.unpatch"):
         attnpatch.patch(model)
     attnpatch.unpatch(base)
     attnpatch.patch(model, strict=True)(IDS)
-    assert fused(model) == 2
+    assert fused(model) == 1
 
 
 def test_switching_the_adapter_off(llama_with, adapt):
-    model = adapt(llama_with()).eval()
+    model = adapt(llama_with(layers=1)).eval()
     with torch.no_grad():
         on = model(IDS).logits
         with model.disable_adapter():
@@ -80,11 +80,11 @@ def test_switching_the_adapter_off(llama_with, adapt):
         torch.testing.assert_close(model(IDS).logits, on)
         with model.disable_adapter():
             torch.testing.assert_close(model(IDS).logits, off)
-    assert fused(model) == 2
+    assert fused(model) == 1
 
 
 def test_training_the_adapter(llama_with, adapt):
-    model = adapt(llama_with()).double().train()
+    model = adapt(llama_with(layers=1)).double().train()
     batch = {"input_ids": IDS, "labels": IDS}
 
     def gradients():
@@ -101,7 +101,7 @@ def test_training_the_adapter(llama_with, adapt):
 
 
 def test_merge_and_unload_gives_the_base_back_patched(llama_with, adapt):
-    model = attnpatch.patch(adapt(llama_with()).eval())
+    model = attnpatch.patch(adapt(llama_with(layers=1)).eval())
     with torch.no_grad():
         expected = model(IDS).logits
         merged = model.merge_and_unload()
@@ -109,7 +109,7 @@ def test_merge_and_unload_gives_the_base_back_patched(llama_with, adapt):
 
 
 def test_adapter_files_are_unchanged_while_patched(llama_with, adapt, tmp_path):
-    model = adapt(llama_with()).eval()
+    model = adapt(llama_with(layers=1)).eval()
     model.save_pretrained(tmp_path / "before")
     attnpatch.patch(model)(IDS)
     model.save_pretrained(tmp_path / "patched")
