@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from attnpatch.rewrites import cache_writes
 from attnpatch.testing.recording import RecordingBackend, clones
 from attnpatch.testing.tolerance import assert_same_function, run_float64
+from tests.combinations import in_turn
 
 B, H, HKV, S, D, DV, N = 2, 4, 2, 12, 16, 24, 3
 
@@ -102,8 +103,7 @@ def rotated_between(k_cache, v_cache, at, k, v):
 MERGED = [by_index_copy, by_its_result, by_negative_dim, by_item, by_item_from_the_right, v_first, rotated_between]
 
 
-@pytest.mark.parametrize("product", [attend, eager])
-@pytest.mark.parametrize("write", MERGED)
+@pytest.mark.parametrize(("write", "product"), in_turn({w.__name__: w for w in MERGED}, [attend, eager]))
 def test_merged(write, product):
     def function(q, k, v, k_cache, v_cache, at):
         return product(q, *write(k_cache, v_cache, at, k, v))
@@ -249,13 +249,12 @@ APART = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("product", [attend, eager])
-@pytest.mark.parametrize(("write", "writes"), APART.items(), ids=[write.__name__ for write in APART])
-def test_apart(write, writes, product):
+@pytest.mark.parametrize(("write", "product"), in_turn({w.__name__: w for w in APART}, [attend, eager]))
+def test_apart(write, product):
     def function(q, k, v, k_cache, v_cache, at):
         return product(q, *write(k_cache, v_cache, at, k, v))
 
-    check(function, *args(), merged=0, writes=writes)
+    check(function, *args(), merged=0, writes=APART[write])
 
 
 def test_written_again_before_attention():

@@ -8,6 +8,7 @@ from attnpatch.attention_call import QUANTISED
 from attnpatch.graph import shape, value
 from attnpatch.testing.recording import RecordingBackend, check_rewrite, clones, record
 from attnpatch.testing.tolerance import assert_same_function, run_float64
+from tests.combinations import in_turn
 
 B, H, HKV, S, D, DV = 2, 6, 2, 12, 16, 24
 GROUP = H // HKV
@@ -84,9 +85,7 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("attend", [eager, sdpa])
-@pytest.mark.parametrize("dtype", QUANTISED, ids=str)
-@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+@pytest.mark.parametrize(("product", "dtype", "attend"), in_turn(PRODUCTS, QUANTISED, [eager, sdpa]))
 def test_scale_of_each_key(product, dtype, attend):
     def function(q, k, ks, v, vs):
         return attend(q, repeat_kv(product(k, ks)), repeat_kv(product(v, vs)))
@@ -113,9 +112,10 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("attend", [eager, sdpa])
-@pytest.mark.parametrize(("given", "sizes"), SIZES.values(), ids=SIZES)
-def test_coarser_scales(given, sizes, attend):
+@pytest.mark.parametrize(("scales", "attend"), in_turn(SIZES, [eager, sdpa]))
+def test_coarser_scales(scales, attend):
+    given, sizes = scales
+
     def function(q, k, ks, v, vs):
         return attend(q, repeat_kv(k.float() * ks), repeat_kv(v.float() * vs))
 
@@ -150,14 +150,16 @@ def test_two_scales_and_a_number(attend):
     check_codes(function, *args(), scale(1, HKV, 1, 1) * 30)
 
 
-@pytest.mark.parametrize("attend", [eager, sdpa])
-@pytest.mark.parametrize("product", ["cast_mul", "mul_cast", "float_and_back", "float_method"])
+ROUNDED = {name: PRODUCTS[name] for name in ("cast_mul", "mul_cast", "float_and_back", "float_method")}
+
+
+@pytest.mark.parametrize(("product", "attend"), in_turn(ROUNDED, [eager, sdpa]))
 @pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision(q_dtype, product, attend):
     """The operator multiplies in float32 what the original rounds to q's dtype once or twice."""
 
     def function(q, k, ks, v, vs):
-        return attend(q, *(repeat_kv(PRODUCTS[product](x, s)) for x, s in ((k, ks), (v, vs))))
+        return attend(q, *(repeat_kv(product(x, s)) for x, s in ((k, ks), (v, vs))))
 
     check_codes(function, *args(q_dtype=q_dtype, scale_dtype=q_dtype))
 

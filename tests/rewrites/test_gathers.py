@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from attnpatch.graph import shape
 from attnpatch.testing.recording import RecordingBackend, check_rewrite, clones, record
 from attnpatch.testing.tolerance import assert_same_function, run_float64
+from tests.combinations import in_turn
 
 B, H, HKV, D, DV = 2, 6, 2, 16, 24
 PAGES, BLOCKS, PAGE = 9, 3, 4
@@ -105,8 +106,7 @@ HEADS_FIRST = {
 """Gathers from a pool [pages, kv heads, page, width]."""
 
 
-@pytest.mark.parametrize("attend", [eager, sdpa])
-@pytest.mark.parametrize("gather", HEADS_FIRST.values(), ids=HEADS_FIRST)
+@pytest.mark.parametrize(("gather", "attend"), in_turn(HEADS_FIRST, [eager, sdpa]))
 def test_pages_with_heads_first(gather, attend):
     def function(q, k_pool, v_pool, ids):
         return attend(q, repeat_kv(gather(k_pool, ids)), repeat_kv(gather(v_pool, ids)))
@@ -280,8 +280,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("attend", [eager, sdpa])
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize(("mask", "attend"), in_turn(MASKS, [sdpa, eager]))
 def test_masks(mask, attend):
     """A mask counts the keys of the sequence, not the rows of the pool."""
 

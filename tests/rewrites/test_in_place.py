@@ -9,6 +9,7 @@ from torch.fx import Graph
 from attnpatch.graph import written_by
 from attnpatch.testing.recording import RecordingBackend, clones
 from attnpatch.testing.tolerance import assert_same_function, run_float64
+from tests.combinations import in_turn
 
 B, H, S, D = 2, 4, 12, 16
 MIN = torch.finfo(torch.float32).min
@@ -77,10 +78,8 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("kv_heads", [H, 2], ids=["mha", "gqa"])
-@pytest.mark.parametrize("sdpa", [False, True], ids=["eager", "sdpa"])
-@pytest.mark.parametrize(("write", "name"), WRITES.items(), ids=[w.__name__ for w in WRITES])
-def test_cache_writes_survive(write, name, sdpa, kv_heads):
+@pytest.mark.parametrize(("write", "sdpa", "kv_heads"), in_turn({w.__name__: w for w in WRITES}, [False, True], [H, 2]))
+def test_cache_writes_survive(write, sdpa, kv_heads):
     """A static cache: the new rows are written in place and attention reads the whole buffer."""
 
     def function(q, new_k, new_v, k_cache, v_cache, position):
@@ -94,7 +93,7 @@ def test_cache_writes_survive(write, name, sdpa, kv_heads):
     backend = check(function, q, *new, k, v, torch.arange(3, 6), steps=2)
     assert backend.masks == ["none"]
     assert backend.sites[0].num_kv_heads == kv_heads
-    assert len(backend.named(name)) == 2
+    assert len(backend.named(WRITES[write])) == 2
 
 
 def static_cache_step(q, new_k, new_v, k_cache, v_cache, length):
@@ -236,9 +235,8 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("sdpa", [False, True], ids=["eager", "sdpa"])
 @pytest.mark.parametrize("what", ["k", "v"])
-@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize(("copy", "sdpa"), in_turn(COPIES, [False, True]))
 def test_operand_written_after_its_copy(copy, what, sdpa):
     """The copy holds the old value: looking through it to what is written since would read the new one."""
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from attnpatch.testing.recording import check_rewrite
+from tests.combinations import in_turn
 
 B, H, HKV, S, D = 2, 6, 2, 12, 16
 N = H // HKV
@@ -48,8 +49,7 @@ INTERLEAVED = {
 }
 
 
-@pytest.mark.parametrize("attend", [eager, sdpa])
-@pytest.mark.parametrize("repeat", INTERLEAVED.values(), ids=INTERLEAVED)
+@pytest.mark.parametrize(("repeat", "attend"), in_turn(INTERLEAVED, [eager, sdpa]))
 def test_interleaved(repeat, attend):
     recording = check(repeat, attend, qkv(), HKV)
     assert recording.named("repeat_interleave", "repeat", "expand", "broadcast_to", "reshape", "flatten") == []
@@ -75,8 +75,7 @@ ONE_HEAD = {
 }
 
 
-@pytest.mark.parametrize("attend", [eager, sdpa])
-@pytest.mark.parametrize("repeat", ONE_HEAD.values(), ids=ONE_HEAD)
+@pytest.mark.parametrize(("repeat", "attend"), in_turn(ONE_HEAD, [eager, sdpa]))
 def test_multi_query(repeat, attend):
     check(repeat, attend, qkv(num_kv_heads=1), 1)
 
@@ -89,8 +88,7 @@ OTHER_ORDERS = {
 }
 
 
-@pytest.mark.parametrize("attend", [eager, sdpa])
-@pytest.mark.parametrize("repeat", OTHER_ORDERS.values(), ids=OTHER_ORDERS)
+@pytest.mark.parametrize(("repeat", "attend"), in_turn(OTHER_ORDERS, [eager, sdpa]))
 def test_tiled_orders(repeat, attend):
     """A tiled repeat gives head h the keys of h % num_kv_heads: the heads of q are reordered."""
     check(repeat, attend, qkv(), HKV)
@@ -215,8 +213,7 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("attend", [eager, sdpa])
-@pytest.mark.parametrize("copy", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize(("copy", "attend"), in_turn(COPIES, [eager, sdpa]))
 def test_a_write_into_a_copy_is_not_lost(copy, attend):
     """What a copy was made of is not what it holds once it is written."""
 

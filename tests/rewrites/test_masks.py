@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from attnpatch.testing.recording import check_rewrite
+from tests.combinations import in_turn
 
 B, H, S, D = 2, 4, 12, 16
 MIN = torch.finfo(torch.float32).min
@@ -271,8 +272,7 @@ PADDINGS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["left", "right", "holes", "whole_row"])
-@pytest.mark.parametrize("broadcast", PADDINGS.values(), ids=PADDINGS)
+@pytest.mark.parametrize(("broadcast", "kind"), in_turn(PADDINGS, ["left", "right", "holes", "whole_row"]))
 def test_padding(broadcast, kind):
     mask = padding(kind)
     check(broadcast, mask, words="padding", rows=mask.any(-1)[:, None, None])

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from attnpatch.testing.recording import check_rewrite
+from tests.combinations import in_turn
 
 B, H, S, D = 2, 4, 12, 16
 
@@ -134,8 +135,7 @@ SOFTMAXES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("softmax", SOFTMAXES.values(), ids=SOFTMAXES)
+@pytest.mark.parametrize(("softmax", "dtype"), in_turn(SOFTMAXES, [torch.bfloat16, torch.float16]))
 def test_softmax(softmax, dtype):
     q, k, v = qkv(dtype)
     fused(lambda q, k, v: softmax(q @ k.transpose(-1, -2) * 0.25) @ v, q, k, v)
@@ -161,8 +161,7 @@ CAPS = {
 }
 
 
-@pytest.mark.parametrize("cap", CAPS.values(), ids=CAPS)
-@pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "causal"])
+@pytest.mark.parametrize(("cap", "masked"), in_turn(CAPS, [False, True]))
 def test_softcap(cap, masked):
     def attend(q, k, v):
         scores = cap(q @ k.transpose(-1, -2) * 2.0)
