@@ -32,8 +32,10 @@ def tile_pointers(base, strides, row, col, BLOCK_ROWS: tl.constexpr, BLOCK_COLS:
 
 @triton.jit
 def tile_bounds(row, num_rows, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """Which elements of a tile exist, ``[BLOCK_ROWS, 1 or BLOCK_COLS]``."""
-    inside = (row + tl.arange(0, BLOCK_ROWS) < num_rows)[:, None]
+    """Which elements of a tile exist, ``[1 or BLOCK_ROWS, 1 or BLOCK_COLS]``; all rows where ``num_rows`` is None."""
+    inside = tl.full([1, 1], True, tl.int1)
+    if num_rows is not None:
+        inside = (row + tl.arange(0, BLOCK_ROWS) < num_rows)[:, None]
     if WIDTH != BLOCK_COLS:
         inside = inside & (tl.arange(0, BLOCK_COLS) < WIDTH)[None, :]
     return inside
@@ -140,15 +142,16 @@ def apply_mask_tile(s, visible, pointers, inside):
 
 
 @triton.jit
-def online_softmax(s, m_i, l_i, scale):
+def online_softmax(s, m_i, l_i, scale, PER_ROW: tl.constexpr = False):
     """Fold a tile of scores into the row statistics; exponents are ``s * scale`` in powers of two, scale > 0.
 
     Returns:
         p, the factor that rescales what was accumulated before, and the new m_i and l_i.
     """
+    scales = scale[:, None] if PER_ROW else scale
     m_new = tl.maximum(m_i, tl.max(s, axis=1) * scale)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen no key: -inf minus -inf is NaN
-    p = tl.math.exp2(s * scale - m_safe[:, None])
+    p = tl.math.exp2(s * scales - m_safe[:, None])
     alpha = tl.math.exp2(m_i - m_safe)
     return p, alpha, m_new, l_i * alpha + tl.sum(p, axis=1)
 

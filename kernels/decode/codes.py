@@ -8,10 +8,9 @@ In words, two byte permutes look eight codes up: one in the table of the levels 
 above, by the lower three bits of four codes; the fourth bits choose. As float16 the level, as a byte 128 + level, is
 put into the mantissa of 1024, from which 1152 is taken.
 
-Up to eight rows have their products with K in int8, which takes twice as many per instruction: rows 0 to 7 of the
-tile are q's upper byte and rows 8 to 15 its lower one (q = 254 * upper + lower), 15 bits of the largest channel. A
-level is then the sum of two products: ``prmt`` copies a sign where bit 3 of a selector is set, so that the table of
-levels below zero gives -1 for those above, and the other one, of level + 1, gives 0 for those below. No masks.
+Up to eight rows have their products in int8 (int8.py), which takes twice as many per instruction. A level is then the
+sum of two products: ``prmt`` copies a sign where bit 3 of a selector is set, so that the table of levels below zero
+gives -1 for those above, and the other one, of level + 1, gives 0 for those below. No masks.
 
 Table constants are XORed with a register that holds 0 (the index of a grid's axis 1): ptxas keeps them in
 registers then; constants it would move into one at every use (H200, 2026-11-29: a tenth of all instructions).
@@ -27,7 +26,7 @@ from attnpatch.tbq4.codec import STEP as _STEP
 
 BYTES = tl.constexpr("codes in bytes")
 WORDS = tl.constexpr("codes in words")
-INT8_WORDS = tl.constexpr("codes in words, products with K in int8")
+INT8_WORDS = tl.constexpr("codes in words, products in int8")
 """Forms of TBQ4 codes."""
 
 INT8_ROWS = 8
@@ -81,9 +80,9 @@ FLOAT_VALUES = tl.constexpr(_floats("prmt.b32 w, $4, $4, 0x3120;", "w", "0x4240"
 """Two words in $4, of two keys, which products with V pair: $j has code j of both."""
 
 
-def _int8(words: tuple[str, ...]) -> str:
+def _int8_keys() -> str:
     body = _ZERO
-    for i, word in enumerate(words):
+    for i, word in enumerate(("$8", "$9")):
         low, high = 2 * i, 2 * i + 1
         body += f"""
 mov.b32 m, {word}; xor.b32 x, {word}, 0x88888888;
@@ -94,17 +93,39 @@ prmt.b32 ${high}, a, {{t1}}, m; prmt.b32 ${high + 4}, b, {{t3}}, x;
     return "{ .reg .b32 z,a,b,m,x;" + body.format(**_tables(0, 1)) + "}"
 
 
-INT8_KEYS = tl.constexpr(_int8(("$8", "$9")))
+INT8_KEYS = tl.constexpr(_int8_keys())
 """Four words in $8, $9: the codes of word i are $i below zero and $(i + 4) above."""
 
 
+def _int8_values() -> str:
+    """Words of keys 0, 1 in $8 and 2, 3 in $9: $j has code j of all four below zero, $(j + 4) above."""
+    body = _ZERO
+    for i, pair in enumerate(("0x6420", "0x7531")):  # bytes with codes 0, 1 and 2, 3 of each key
+        low, high = 2 * i, 2 * i + 1
+        body += f"""
+prmt.b32 m, $8, $9, {pair}; xor.b32 x, m, 0x88888888; shr.u32 s, m, 16; shr.u32 y, x, 16;
+prmt.b32 n, a, {{t1}}, m; prmt.b32 p, a, {{t1}}, s;
+prmt.b32 ${low}, n, p, 0x6420; prmt.b32 ${high}, n, p, 0x7531;
+prmt.b32 n, b, {{t3}}, x; prmt.b32 p, b, {{t3}}, y;
+prmt.b32 ${low + 4}, n, p, 0x6420; prmt.b32 ${high + 4}, n, p, 0x7531;
+"""
+    return "{ .reg .b32 z,a,b,m,s,n,p,x,y;" + body.format(**_tables(0, 1)) + "}"
+
+
+INT8_VALUES = tl.constexpr(_int8_values())
+"""Products with V have neighbouring keys in a register."""
+
+
 @triton.jit
-def channels(columns, plane: tl.constexpr, step: tl.constexpr, UNPACK: tl.constexpr):
-    """Channels of q that ``columns`` of a plane of K hold, as :func:`unpack.planes` orders them."""
+def channels(columns, plane: tl.constexpr, step: tl.constexpr, joined: tl.constexpr, UNPACK: tl.constexpr):
+    """Channels of q that ``columns`` of a plane of K hold, as :func:`unpack.planes` orders them.
+
+    ``joined`` planes of 16 columns make one of 32, which is the narrowest product of int8.
+    """
     if UNPACK == WORDS:
         found = 4 * (columns // 2 * 2 + plane // 2) + 2 * (plane % 2) + columns % 2
     elif UNPACK == INT8_WORDS:
-        found = 4 * (columns // 4 * 4 + plane) + columns % 4
+        found = 16 * (columns // (4 * joined)) + 4 * (plane * joined + columns // 4 % joined) + columns % 4
     else:
         found = step * columns + plane
     return found
@@ -141,12 +162,22 @@ def positive(x):
 
 
 @triton.jit
+def _join(even, odd):
+    """Two planes as one, four columns of each in turn: a register's."""
+    both = tl.reshape(tl.join(even, odd), [even.shape[0], even.shape[1] // 4, 4, 2])
+    return tl.reshape(tl.permute(both, 0, 1, 3, 2), [even.shape[0], 2 * even.shape[1]])
+
+
+@triton.jit
 def levels_of_words(tile, INT8: tl.constexpr, IS_KEY: tl.constexpr):
-    """Levels of words: four tiles in float16; of K in int8 eight, the levels below zero and those above."""
-    if INT8 and IS_KEY:
+    """Levels of words: four tiles in float16, or eight in int8, the levels below zero and then those above."""
+    if INT8:
+        ptx: tl.constexpr = INT8_KEYS if IS_KEY else INT8_VALUES
         bytes8: tl.constexpr = (tl.int8, tl.int8, tl.int8, tl.int8, tl.int8, tl.int8, tl.int8, tl.int8)
         names: tl.constexpr = "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r"
-        out = tl.inline_asm_elementwise(INT8_KEYS, names, [tile], bytes8, is_pure=True, pack=4)
+        out = tl.inline_asm_elementwise(ptx, names, [tile], bytes8, is_pure=True, pack=4)
+        if IS_KEY and tile.shape[1] < 32:
+            out = (_join(out[0], out[1]), _join(out[2], out[3]), _join(out[4], out[5]), _join(out[6], out[7]))
     else:
         asm: tl.constexpr = FLOAT_KEYS if IS_KEY else FLOAT_VALUES
         floats: tl.constexpr = (tl.float16, tl.float16, tl.float16, tl.float16)

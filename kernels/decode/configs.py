@@ -9,11 +9,14 @@ import torch
 
 from attnpatch.attention_call import PACKED, AttentionCall
 from attnpatch.kernels.common.support import padded_width
-from attnpatch.kernels.decode.codes import INT8_ROWS
-from attnpatch.kernels.decode.unpack import form_of
+from attnpatch.kernels.decode.codes import BYTES
+from attnpatch.kernels.decode.unpack import forms_of, unpacks_alike
 
-MAX_SPLITS = 128
+MAX_SPLITS = 264
 """Most splits of a tile; more would only make the merge longer."""
+
+MERGED_AT_ONCE = 128
+"""Splits that a program of the merge holds at a time; sequences of different lengths have no more."""
 
 SHARES_PER_SM = 12
 """Shares to cut the work of sequences of different lengths into, per multiprocessor. H200, 32 sequences of 128 to
@@ -22,6 +25,9 @@ SHARES_PER_SM = 12
 SPLIT_KEYS = 256
 """A split this long is worth its share of the merge."""
 
+FEW_PER_SM = 4
+"""Programs per multiprocessor, one for each of its schedulers, up to which shorter splits are worth theirs."""
+
 INVARIANT_SPLIT_KEYS = 1024
 """Keys of a split under ``batch_invariant``, whatever the batch."""
 
@@ -29,13 +35,17 @@ ANY_SHARE = 1 << 30
 
 
 class DecodeConfig(NamedTuple):
-    """Launch configuration: rows and keys per tile, warps, pipeline stages, programs to start per multiprocessor."""
+    """Launch configuration: rows and keys per tile, warps, pipeline stages, programs to start per multiprocessor.
+
+    ``max_registers`` of a thread, None for as many as the compiler takes, make room for that many programs.
+    """
 
     BLOCK_M: int
     BLOCK_N: int
     num_warps: int
     num_stages: int
     programs_per_sm: int = 2
+    max_registers: int | None = None
 
 
 class Plan(NamedTuple):
@@ -65,8 +75,15 @@ CROWDED = 3
 of 1024 keys, 8 KV heads of 128: 65.1 us with 4 programs of 2 warps per multiprocessor, 66.3 with 2 of 4 warps; 32 of
 4096 keys: 132.7 and 122.9 (2026-11-30)."""
 
-MANY_ROWS_BYTES = 131072
+LONG = 12288
+"""Keys of all KV heads per multiprocessor from which on 16 programs of codes are faster than 12. H200, 8 KV heads of
+128: 87 and 91 us at 15888 keys, 61 and 53 at 7944, 65 and 60 at 7944 of 32 sequences (2026-11-30)."""
+
+MANY_ROWS_BYTES = 147456
 """Shared memory that the widest tile of many rows takes."""
+
+MANY_ROWS = 64
+"""Fewest rows that wgmma takes."""
 
 INTERPRETED = DecodeConfig(16, 64, 4, 1)
 
@@ -101,14 +118,24 @@ CONFIGS = {
         128: DecodeConfig(16, 64, 2, 3, 4),
         256: DecodeConfig(16, 32, 2, 3, 4),
     },
+    "codes, 4 rows": {
+        64: DecodeConfig(4, 64, 1, 3, 16, 128),
+        128: DecodeConfig(4, 64, 1, 3, 12, 168),
+        256: DecodeConfig(4, 64, 1, 2, 16),
+    },
+    "codes, 4 rows, long": {
+        64: DecodeConfig(4, 64, 1, 3, 16, 128),
+        128: DecodeConfig(4, 64, 1, 3, 16, 128),
+        256: DecodeConfig(4, 64, 1, 2, 16),
+    },
     "codes, 8 rows": {
-        64: DecodeConfig(16, 64, 1, 3, 8),
-        128: DecodeConfig(INT8_ROWS, 64, 1, 3, 8),
-        256: DecodeConfig(INT8_ROWS, 32, 1, 3, 8),
+        64: DecodeConfig(8, 64, 1, 3, 16, 128),
+        128: DecodeConfig(8, 64, 1, 3, 8),
+        256: DecodeConfig(8, 64, 1, 2, 8),
     },
     "codes, 16 rows": {
         64: DecodeConfig(16, 64, 1, 3, 8),
-        128: DecodeConfig(16, 64, 1, 3, 8),
+        128: DecodeConfig(16, 128, 2, 3, 4),
         256: DecodeConfig(16, 32, 1, 3, 8),
     },
     "codes, 64 rows": {
@@ -121,9 +148,9 @@ CONFIGS = {
         128: DecodeConfig(16, 32, 4, 2),
         256: DecodeConfig(16, 16, 4, 2),
     },
-    "64 rows": {  # the fewest that wgmma takes
+    "64 rows": {
         64: DecodeConfig(64, 64, 4, 3, 1),
-        128: DecodeConfig(64, 64, 4, 3, 1),
+        128: DecodeConfig(64, 64, 4, 4, 1),
         256: DecodeConfig(64, 32, 4, 3, 1),
     },
     "128 rows": {
@@ -141,12 +168,12 @@ CONFIGS = {
 """Tile shapes by what is read, and by the wider of the padded head dims."""
 
 
-def choose_config(call: AttentionCall, in_words: bool = True) -> DecodeConfig:
-    """Tile shapes for ``call``, from its dtypes, widest head dim and rows; ``in_words`` as in ``form_of``."""
+def choose_config(call: AttentionCall, alignment: int = 16) -> DecodeConfig:
+    """Tile shapes for ``call``, from its dtypes, widest head dim and rows; ``alignment`` as in ``form_of``."""
     if call.q.device.type == "cpu":
         return INTERPRETED
     width = max(64, padded_width(max(call.head_dim, call.head_dim_v)))
-    kind = _codes_kind(call, in_words) if PACKED in (call.k.dtype, call.v.dtype) else _kind(call)
+    kind = _codes_kind(call, alignment) if PACKED in (call.k.dtype, call.v.dtype) else _kind(call)
     if kind in ("64 rows", "128 rows") and shared_memory(call.q.device) < MANY_ROWS_BYTES:
         return CONFIGS["64 rows"][width]._replace(num_stages=2)
     return CONFIGS[kind][width]
@@ -173,16 +200,20 @@ def _kind(call: AttentionCall) -> str:
     return "pages, a program per head" if kind == "pages" and heads_per_sm >= 1 else kind
 
 
-def _codes_kind(call: AttentionCall, in_words: bool) -> str:
+def _codes_kind(call: AttentionCall, alignment: int) -> str:
     """Kind of a call with K or V in TBQ4 codes."""
-    forms = [form_of(x, call.q.dtype, in_words, 16) for x in (call.k, call.v) if x.dtype == PACKED]
-    if any(form.step == 2 for form in forms):
+    if any(form.unpack == BYTES.value for form in forms_of(call, alignment, 16)):
         return "codes in bytes"
     rows = call.q.shape[2] * call.group_size
     many = call.cu_seqlens_q is not None or rows > 16
-    if many and padded_width(call.head_dim) == padded_width(call.head_dim_v):
-        return "codes, 64 rows"  # of two widths ptxas gets V's first plane wrong: launch._takes_words
-    return "codes, 8 rows" if not many and rows <= INT8_ROWS and call.k.dtype == PACKED else "codes, 16 rows"
+    if many and unpacks_alike(call):
+        return "codes, 64 rows"
+    if many or rows > 8 or call.k.dtype != PACKED:
+        return "codes, 16 rows"
+    if rows > 4:
+        return "codes, 8 rows"
+    keys_per_sm = call.batch * call.num_kv_heads * most_visible_keys(call) / multiprocessors(call.q.device)
+    return "codes, 4 rows, long" if keys_per_sm >= LONG else "codes, 4 rows"
 
 
 def choose_plan(call: AttentionCall, config: DecodeConfig, num_splits: int = 0) -> Plan:
@@ -216,7 +247,10 @@ def _even_splits(call: AttentionCall, config: DecodeConfig, tiles: int) -> int:
     """Splits per tile of rows where every sequence is as long: enough programs for the device, of equal shares."""
     groups = call.batch * call.num_kv_heads * tiles
     blocks = -(-most_visible_keys(call) // config.BLOCK_N)
-    most = max(1, min(config.programs_per_sm * multiprocessors(call.q.device) // groups, MAX_SPLITS))
+    sms = multiprocessors(call.q.device)
+    long_splits = blocks * config.BLOCK_N // SPLIT_KEYS
+    programs = min(config.programs_per_sm * sms, max(FEW_PER_SM * sms, long_splits * groups))
+    most = max(1, min(programs // max(1, groups), MAX_SPLITS))
     return max(1, -(-blocks // max(1, -(-blocks // most))))
 
 
@@ -232,7 +266,7 @@ def _ragged_plan(call: AttentionCall, config: DecodeConfig, num_splits: int) -> 
         least_share = most_share = INVARIANT_SPLIT_KEYS
         num_splits = -(-call.seqlen_k // INVARIANT_SPLIT_KEYS)
         parts = tiles * num_splits
-    num_splits = num_splits or max(1, min(parts + 1, most_splits, MAX_SPLITS))
+    num_splits = num_splits or max(1, min(parts + 1, most_splits, MERGED_AT_ONCE))
     programs = (tiles + min(parts, tiles * (num_splits - 1))) * call.num_kv_heads
     return Plan(programs, num_splits, _merges(call, num_splits), parts, least_share, most_share, block_b)
 
@@ -252,7 +286,7 @@ def multiprocessors(device: torch.device) -> int:
 
 def choose_merge(call: AttentionCall, plan: Plan) -> int:
     """How many splits a program of the merge takes at a time."""
-    return MAX_SPLITS if call.batch_invariant else min(MAX_SPLITS, padded_width(plan.num_splits))
+    return MERGED_AT_ONCE if call.batch_invariant else min(MERGED_AT_ONCE, padded_width(plan.num_splits))
 
 
 @cache

@@ -44,18 +44,23 @@ from attnpatch.kernels.common.primitives import (
     online_softmax,
     with_sink,
 )
-from attnpatch.kernels.decode.codes import BYTES, INT8_WORDS, STEP, UPPER, positive, scaled
+from attnpatch.kernels.decode.codes import BYTES, INT8_WORDS, STEP, positive, scaled
+from attnpatch.kernels.decode.int8 import accumulate_int8, bytes_of_weights, keys_for_products
 from attnpatch.kernels.decode.merge import statistics
-from attnpatch.kernels.decode.places import key_pages, load_keys, load_norms, load_scales, row_pointers, sequence_of
+from attnpatch.kernels.decode.places import (
+    in_stretch,
+    key_pages,
+    load_keys,
+    load_norms,
+    load_scales,
+    row_pointers,
+    sequence_of,
+)
 from attnpatch.kernels.decode.plan import plan_of_program, share_of
 from attnpatch.kernels.decode.queries import (
-    copies,
     factors_of_rotated,
     load_queries,
-    one_copy,
-    row_copies,
     scores,
-    sum_of_halves,
 )
 from attnpatch.kernels.decode.unpack import planes
 
@@ -134,6 +139,8 @@ def _split_kernel(
     V_STEPS: tl.constexpr,
     K_TILES: tl.constexpr,
     V_TILES: tl.constexpr,
+    K_ALIGNED: tl.constexpr,
+    V_ALIGNED: tl.constexpr,
     K_BLOCKS: tl.constexpr,
     V_BLOCKS: tl.constexpr,
     K_SCALE_PER_HEAD: tl.constexpr,
@@ -155,7 +162,6 @@ def _split_kernel(
     HAS_TILE_TERMS: tl.constexpr = attn_mask is not None or key_padding is not None
     SCATTERED: tl.constexpr = HAS_TILE_TERMS or key_bounds is not None
     ALIKE: tl.constexpr = ONE_QUERY and key_bounds is None  # every row of the tile sees the same stretch
-    MAY_MASK: tl.constexpr = SCATTERED or (not ONE_QUERY and (window_left is not None or window_right is not None))
     MAY_NOT_MASK: tl.constexpr = key_bounds is not None or not HAS_TILE_TERMS
     WIDTH_K: tl.constexpr = HEAD_DIM // (K_STEPS * K_TILES)  # loaded elements of a tile's row
     WIDTH_V: tl.constexpr = HEAD_DIM_V // (V_STEPS * V_TILES)
@@ -168,13 +174,19 @@ def _split_kernel(
     K_DTYPE: tl.constexpr = tl.float16 if K_CODES and tl.float32 != DTYPE else DTYPE  # of the products
     V_DTYPE: tl.constexpr = tl.float16 if V_CODES and tl.float32 != DTYPE else DTYPE
     V_SCALES: tl.constexpr = v_scale is not None and not V_SCALE_PER_HEAD and not V_MIXED
-    WHOLE_TILES: tl.constexpr = WHOLE_NORMS and window_left is None and key_bounds is None  # no odd first key
-    COPIES: tl.constexpr = 2 if K_UNPACK == INT8_WORDS else 1  # of each row among those that are multiplied
+    V_INT8: tl.constexpr = V_UNPACK == INT8_WORDS
+    WEIGHTS_16: tl.constexpr = V_SCALES and V_DTYPE == tl.float16 and not V_INT8  # no room for all p times a scale
+    NO_ODD_START: tl.constexpr = window_left is None and key_bounds is None
+    WHOLE_TILES: tl.constexpr = WHOLE_NORMS and NO_ODD_START and K_UNPACK != BYTES and V_UNPACK != BYTES
+    BANDED: tl.constexpr = not ONE_QUERY and (window_left is not None or window_right is not None)
+    MAY_MASK: tl.constexpr = SCATTERED or BANDED or WHOLE_TILES
     if K_UNPACK is not None and K_UNPACK != BYTES:
         k = k.to(tl.pointer_type(tl.int16), bitcast=True)
     if V_UNPACK is not None and V_UNPACK != BYTES:
         v = v.to(tl.pointer_type(tl.int16), bitcast=True)
 
+    if PDL and not K_CODES:
+        gdc_wait()  # for whatever ran before; _rotate_kernel has done so
     if PDL:
         gdc_launch_dependents()  # the merge starts up meanwhile; it waits for this kernel's end before it reads
     b, h_kv, tile, split, splits = plan_of_program(
@@ -206,9 +218,13 @@ def _split_kernel(
         lo, full_lo, full_hi, hi = tl.min(start, 0), tl.max(start, 0), tl.min(stop, 0), tl.max(stop, 0)
         hi = tl.where(tl.max(stop - start, 0) > 0, hi, lo)
     share = share_of(tl.maximum(hi - lo, 0), splits, least_share, most_share, BLOCK_N)
+    if WHOLE_TILES:
+        share = tl.cdiv(share, 16) * 16  # which it is, and now the compiler knows
     lo += split * share
     hi = tl.minimum(lo + share, hi)
     has_edge = elementwise | (lo < full_lo) | (hi > full_hi)
+    if WHOLE_TILES:
+        has_edge |= (hi - lo) % BLOCK_N != 0
     starts, stops = (lo, tl.where(has_edge, hi, lo)), (tl.where(has_edge, hi, lo), hi)
     if WHOLE_TILES:  # the compiler believes what it is told: an empty run begins at a multiple of 16, too
         whole = tl.where(has_edge, tl.cdiv(hi, 16) * 16, lo)
@@ -229,16 +245,17 @@ def _split_kernel(
         factors = tl.load(factors_of_rotated(rotated, num_rows, HEAD_DIM, DTYPE) + rows)
         if not K_MIXED:
             factors *= STEP
-        if K_UNPACK == INT8_WORDS:
-            factors = tl.ravel(factors[None, :] * tl.where(tl.arange(0, 2) == 0, 1.0 * UPPER, 1.0)[:, None])
+        if not NATURAL:
+            scale *= factors
     unit = tl.zeros([BLOCK_M], tl.float32)  # what acc is in units of, where p times a scale is to be a float16
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = ()  # of every plane of V
     for _ in tl.static_range(V_TILES * V_STEPS):
-        acc = acc + (tl.zeros([COPIES * BLOCK_M, BLOCK_V], tl.float32),)
+        acc = acc + (tl.zeros([BLOCK_M, BLOCK_V], tl.float32),)
     for run in tl.static_range(2):
         if (MAY_MASK, MAY_NOT_MASK)[run]:
+            end = None if WHOLE_TILES and run == 1 else stops[run]  # None: no tile reaches past it
             pages = None
             if block_table is not None:
                 keys = starts[run] + tl.arange(0, BLOCK_N)
@@ -246,15 +263,14 @@ def _split_kernel(
             for n in tl.range(starts[run], stops[run], BLOCK_N):
                 keys = n + tl.arange(0, BLOCK_N)
                 inside = keys < stops[run]
-                with_scale = inside
-                if WHOLE_TILES:
-                    with_scale = keys < tl.multiple_of(tl.cdiv(stops[run], 16) * 16, 16)
                 s, v_tiles = 0.0, ()
                 for side in tl.static_range(K_TILES):
                     k_tile = load_keys(
-                        *(k + side * WIDTH_K * k_strides[3], k_strides), pages, *(b_k, h_kv, first_key, n, stops[run]),
-                        *(WIDTH_K, PAGE_SIZE, BLOCK_N, BLOCK_K),
+                        *(k + side * WIDTH_K * k_strides[3], k_strides), pages, *(b_k, h_kv, first_key, n), end,
+                        *(WIDTH_K, PAGE_SIZE, BLOCK_N, BLOCK_K, K_ALIGNED),
                     )  # fmt: skip
+                    if K_UNPACK == INT8_WORDS:
+                        k_tile = keys_for_products(k_tile)
                     k_planes = planes(k_tile, K_UNPACK, True, K_DTYPE)
                     if K_MIXED:
                         norms = load_norms(
@@ -262,26 +278,24 @@ def _split_kernel(
                             *(K_BLOCKS, PAGE_SIZE, BLOCK_K),
                         )  # fmt: skip
                         k_planes = scaled(k_planes, norms)
-                    part = scores(q_planes, side * K_STEPS, k_planes, K_UNPACK, K_STEPS, PRECISION)
-                    if K_CODES:
-                        part *= factors[:, None]
-                    if K_UNPACK == INT8_WORDS:
-                        part = sum_of_halves(part)
+                    part = scores(q_planes, side, k_planes, K_UNPACK, PRECISION)
                     if k_scale is not None and not K_MIXED and not K_SCALE_PER_HEAD:
                         base = k_scale if K_TILES == 1 else k_scale + side * k_scale_strides[3]
                         norms = load_scales(
-                            base, k_scale_strides, pages, *(b_k, h_kv, first_key, keys, with_scale, PAGE_SIZE)
+                            base, k_scale_strides, pages, *(b_k, h_kv, first_key, keys), end, WHOLE_TILES, PAGE_SIZE
                         )
                         part *= norms[None, :]
                     s = part if side == 0 else s + part
                 for side in tl.static_range(V_TILES):
                     v_tile = load_keys(
-                        *(v + side * WIDTH_V * v_strides[3], v_strides), pages, *(b_k, h_kv, first_key, n, stops[run]),
-                        *(WIDTH_V, PAGE_SIZE, BLOCK_N, BLOCK_V),
+                        *(v + side * WIDTH_V * v_strides[3], v_strides), pages, *(b_k, h_kv, first_key, n), end,
+                        *(WIDTH_V, PAGE_SIZE, BLOCK_N, BLOCK_V, V_ALIGNED, V_INT8),
                     )  # fmt: skip
                     v_tiles = v_tiles + (v_tile,)
                 if K_SCALE_PER_HEAD:
                     s *= head_scale  # not a part of sm_scale: it may be negative
+                if NATURAL and K_CODES:
+                    s *= factors[:, None]
                 if NATURAL:
                     s = natural_scores(s, sm_scale, softcap)
                 if alibi_slopes is not None:
@@ -289,7 +303,7 @@ def _split_kernel(
                     s -= slopes[:, None] * tl.abs((queries + offset)[:, None] - keys[None, :])
                 visible = inside[None, :]
                 if run == 0:
-                    visible = visible & _in_stretch(keys, start, stop, ALIKE)
+                    visible = visible & in_stretch(keys, start, stop, ALIKE)
                     if key_padding is not None:
                         real = load_padding(key_padding, padding_strides, b, keys, inside & (plain == 0))
                         visible = visible & real[None, :]
@@ -297,8 +311,9 @@ def _split_kernel(
                         read = exists[:, None] & inside[None, :]
                         pointers = row_pointers(attn_mask, mask_strides, b, heads, queries, keys)
                         s, visible = apply_mask_tile(s, visible & read, pointers, read & (plain == 0))
-                s = tl.where(visible, s, float("-inf"))
-                p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, scale)
+                if end is not None:
+                    s = tl.where(visible, s, float("-inf"))
+                p, alpha, m_i, l_i = online_softmax(s, m_i, l_i, scale, K_CODES and not NATURAL)
                 seen = inside
                 if run == 0 and SCATTERED:  # an unwritten slot may hold NaN, and 0 * NaN is NaN
                     seen = tl.max(s, axis=0) != float("-inf")
@@ -308,23 +323,22 @@ def _split_kernel(
                     if V_SCALES:
                         base = v_scale if V_TILES == 1 else v_scale + side * v_scale_strides[3]
                         norms = load_scales(
-                            base, v_scale_strides, pages, *(b_k, h_kv, first_key, keys, with_scale, PAGE_SIZE)
+                            base, v_scale_strides, pages, *(b_k, h_kv, first_key, keys), end, WHOLE_TILES, PAGE_SIZE
                         )
-                        if (run == 0 and SCATTERED) or WHOLE_TILES:
+                        if run == 0 and (SCATTERED or WHOLE_TILES):
                             norms = tl.where(seen, norms, 0.0)  # as the load's mask it would wait for a product
                         weight = p * norms[None, :]
                     weights = weights + (weight,)
-                if V_SCALES and V_DTYPE == tl.float16:  # which has no room for all products of p and scales
+                if WEIGHTS_16:
                     largest = unit * alpha
                     for side in tl.static_range(V_TILES):
                         largest = tl.maximum(largest, tl.max(weights[side], axis=1))
                     per_unit = 1.0 / positive(largest)
                     rescale = unit * alpha * per_unit
                     unit = largest
-                rescale = copies(rescale, COPIES)
                 for side in tl.static_range(V_TILES):
                     v_tile, weight = v_tiles[side], weights[side]
-                    if run == 0 and SCATTERED:
+                    if run == 0 and SCATTERED and not V_INT8:  # codes are numbers whatever they are
                         v_tile = tl.where(seen[:, None], v_tile, tl.zeros_like(v_tile))
                     v_planes = planes(v_tile, V_UNPACK, False, V_DTYPE)
                     if V_MIXED:
@@ -333,11 +347,18 @@ def _split_kernel(
                             *(V_BLOCKS, PAGE_SIZE, BLOCK_V),
                         )  # fmt: skip
                         v_planes = scaled(v_planes, tl.where(seen[:, None], norms, 0.0))
-                    if V_SCALES and V_DTYPE == tl.float16:
+                    if WEIGHTS_16:
                         weight *= per_unit[:, None]
-                    weight = row_copies(weight.to(V_DTYPE), COPIES)
+                    if V_INT8:
+                        weight, byte_unit = bytes_of_weights(weight)
                     for j in tl.static_range(V_STEPS):
-                        sums = sums + (accumulate(acc[side * V_STEPS + j], rescale, weight, v_planes[j], PRECISION),)
+                        part = acc[side * V_STEPS + j]
+                        if V_INT8:
+                            below, above = v_planes[j], v_planes[j + V_STEPS]
+                            part = accumulate_int8(part, alpha, weight, byte_unit, below, above)
+                        else:
+                            part = accumulate(part, rescale, weight, v_planes[j], PRECISION)
+                        sums = sums + (part,)
                 acc = sums
                 if block_table is not None:  # ids come a tile early: a tile's loads then wait for no other load
                     keys += BLOCK_N
@@ -352,10 +373,10 @@ def _split_kernel(
         tl.store(lse + rows, natural_lse(m_i, l_i), mask=exists)
     wanted = exists & (m_i != float("-inf")) if MERGES else exists  # the merge reads nothing of an empty split
     for plane in tl.static_range(V_TILES * V_STEPS):
-        result = one_copy(acc[plane], COPIES)
+        result = acc[plane]
         if V_SCALE_PER_HEAD:
             result *= head_scale
-        if V_SCALES and V_DTYPE == tl.float16:
+        if WEIGHTS_16:
             result *= unit[:, None]
         if V_CODES and not V_MIXED:
             result *= STEP
@@ -370,13 +391,3 @@ def _split_kernel(
         rows += split.to(tl.int64) * (o_stride_split // HEAD_DIM_V)
         tl.store(m + rows, m_i, mask=exists)
         tl.store(l + rows, l_i, mask=exists)
-
-
-@triton.jit
-def _in_stretch(keys, start, stop, ALIKE: tl.constexpr):
-    """Which keys each row's stretch holds, ``[rows or 1, keys]``."""
-    if ALIKE:
-        visible = ((keys >= start) & (keys < stop))[None, :]
-    else:
-        visible = (keys[None, :] >= start[:, None]) & (keys[None, :] < stop[:, None])
-    return visible

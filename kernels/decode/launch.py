@@ -19,11 +19,18 @@ from attnpatch.kernels.common.support import (
     precision,
     strides,
 )
-from attnpatch.kernels.decode.configs import DecodeConfig, Plan, choose_config, choose_merge, choose_plan
+from attnpatch.kernels.decode.configs import (
+    MANY_ROWS,
+    DecodeConfig,
+    Plan,
+    choose_config,
+    choose_merge,
+    choose_plan,
+)
 from attnpatch.kernels.decode.kernel import _split_kernel
 from attnpatch.kernels.decode.merge import _merge_kernel
 from attnpatch.kernels.decode.queries import _rotate_kernel
-from attnpatch.kernels.decode.unpack import Form, form_of, has_whole_norms, is_per_head
+from attnpatch.kernels.decode.unpack import Form, forms_of, has_whole_norms, is_per_head, unpacks_alike
 from attnpatch.tbq4 import blocks_of
 
 _TERMS = ("cu_seqlens_q", "cu_seqlens_k", "sinks", "q_offset", "lse")
@@ -63,8 +70,9 @@ def decode(call: AttentionCall, num_splits: int = 0, config: DecodeConfig | None
         ``[batch, num_heads, seqlen_q, head_dim_v]``, or packed as q is, in the layout of
         ``AttentionCall.empty_output``.
     """
-    in_words = (call.k.data_ptr() | call.v.data_ptr()) % 2 == 0  # a plan knows everything of K and V but their address
-    launches = planned(_launches, call, num_splits, config, precision(call.q.dtype), in_words)
+    address = call.k.data_ptr() | call.v.data_ptr()  # a plan knows everything else of K and V
+    alignment = 16 if address % 16 == 0 else 2 - address % 2
+    launches = planned(_launches, call, num_splits, config, precision(call.q.dtype), alignment)
     o = call.q.new_empty_strided(*launches.output)
     if call.cu_seqlens_q is not None:
         o.zero_()
@@ -74,16 +82,16 @@ def decode(call: AttentionCall, num_splits: int = 0, config: DecodeConfig | None
 
 
 def _launches(
-    call: AttentionCall, num_splits: int, config: DecodeConfig | None, precision: str, in_words: bool
+    call: AttentionCall, num_splits: int, config: DecodeConfig | None, precision: str, alignment: int
 ) -> Launches:
     o = call.empty_output()
     output = tuple(o.shape), o.stride()
     if o.numel() == 0:
         return Launches(None, output, ())
-    config = config or choose_config(call, in_words)
-    in_words = in_words and _takes_words(call, config)
+    config = config or choose_config(call, alignment)
+    alignment = alignment if config.BLOCK_M < MANY_ROWS or unpacks_alike(call) else 1
     plan = choose_plan(call, config, num_splits)
-    forms = [form_of(x, call.q.dtype, in_words, config.BLOCK_M) for x in (call.k, call.v)]
+    forms = forms_of(call, alignment, config.BLOCK_M)
     shared = _shared(call, config, plan)
     rows = call.num_heads * call.q.shape[0] * call.q.shape[2]
     merge = _merge(call, plan, rows, shared) if plan.merges else None
@@ -93,15 +101,6 @@ def _launches(
         launch = _rotate(call, forms[0], rows, shared["PDL"], launch)
         scratch.insert(0, rows * (call.head_dim * (2 if call.q.dtype == torch.float32 else 1) // 2 + 1))
     return Launches(launch, output, tuple(scratch))
-
-
-def _takes_words(call: AttentionCall, config: DecodeConfig) -> bool:
-    """Whether tiles of 64 rows and more may unpack words: not where K and V differ in width.
-
-    The ptxas of Triton 3.6 then adds to uniform registers that it never set, where it works out the descriptors of
-    V's first plane; even columns came out wrong (K of 128, V of 64 channels in int8, H200, 2026-11-30).
-    """
-    return config.BLOCK_M < 64 or padded_width(call.head_dim) == padded_width(call.head_dim_v)
 
 
 def _shared(call: AttentionCall, config: DecodeConfig, plan: Plan) -> dict[str, Any]:
@@ -123,7 +122,7 @@ def _shared(call: AttentionCall, config: DecodeConfig, plan: Plan) -> dict[str, 
         "BLOCK_B": plan.block_b,
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
-        "PDL": plan.merges and _overlaps(call.q.device),
+        **_overlapping(plan.merges and _overlaps(call.q.device)),
     }
 
 
@@ -179,6 +178,8 @@ def _split(
         V_STEPS=v.step,
         K_TILES=k.tiles,
         V_TILES=v.tiles,
+        K_ALIGNED=k.aligned,
+        V_ALIGNED=v.aligned,
         K_BLOCKS=_blocks(call.k, call.head_dim),
         K_SCALE_PER_HEAD=is_per_head(call.k_scale, paged),
         V_SCALE_PER_HEAD=is_per_head(call.v_scale, paged),
@@ -190,8 +191,8 @@ def _split(
         BLOCK_DV=_block_width(call.head_dim_v, v),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.max_registers,
         **shared,
-        **({"launch_pdl": True} if rotated and shared["PDL"] else {}),
     )
 
 
@@ -211,7 +212,7 @@ def _rotate(call: AttentionCall, form: Form, rows: int, overlaps: bool, then: La
         BLOCKS=_blocks(call.k, call.head_dim),
         UNPACK=form.unpack,
         DTYPE=_DTYPES[call.q.dtype],
-        PDL=overlaps,
+        **_overlapping(overlaps),
         BLOCK_D=padded_width(call.head_dim),
         num_warps=1,
     )
@@ -228,7 +229,6 @@ def _blocks(x: Tensor, head_dim: int) -> tuple[int, ...] | None:
 
 
 def _merge(call: AttentionCall, plan: Plan, rows: int, shared: dict[str, Any]) -> Launch:
-    options: dict[str, Any] = {"launch_pdl": True} if shared["PDL"] else {}
     return Launch(
         _merge_kernel,
         rows,
@@ -242,13 +242,17 @@ def _merge(call: AttentionCall, plan: Plan, rows: int, shared: dict[str, Any]) -
         BLOCK_S=choose_merge(call, plan),
         BLOCK_DV=padded_width(call.head_dim_v),
         **shared,
-        **options,
     )
 
 
 def _output_strides(call: AttentionCall) -> tuple[int, ...]:
     heads, rows, width = call.num_heads, call.q.shape[2], call.head_dim_v
     return (rows * heads * width, width, heads * width, 1)
+
+
+def _overlapping(overlaps: bool) -> dict[str, Any]:
+    """Arguments of a kernel that starts up while the one before it still runs."""
+    return {"PDL": overlaps, **({"launch_pdl": True} if overlaps else {})}
 
 
 def _overlaps(device: torch.device) -> bool:

@@ -75,8 +75,9 @@ def _merge_kernel(
         rows = split.to(tl.int64) * num_rows + row
         m_s = tl.load(m + rows, mask=split < splits, other=float("-inf"))
         l_s = tl.load(l + rows, mask=split < splits, other=0.0)
-        written = (m_s != float("-inf"))[:, None] & (cols < HEAD_DIM_V)[None, :]
-        o_s = tl.load(partial + rows[:, None] * HEAD_DIM_V + cols[None, :], mask=written, other=0.0)
+        mask = (split < splits)[:, None] & (cols < HEAD_DIM_V)[None, :]
+        o_s = tl.load(partial + rows[:, None] * HEAD_DIM_V + cols[None, :], mask=mask, other=0.0)
+        o_s = tl.where((m_s != float("-inf"))[:, None], o_s, 0.0)  # as the load's mask it would wait for m_s
         new_top = tl.maximum(top, tl.max(m_s, axis=0))
         safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
         alpha = tl.math.exp2(top - safe_top)

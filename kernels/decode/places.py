@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from attnpatch.kernels.common.primitives import load_rows, tile_bounds
+from attnpatch.kernels.common.primitives import head_base, tile_bounds
 
 
 @triton.jit
@@ -46,26 +46,65 @@ def load_keys(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    ALIGNED: tl.constexpr = False,
+    TRANSPOSED: tl.constexpr = False,
 ):
     """Keys n, n + 1, ... of head h as ``[BLOCK_N, BLOCK_COLS]``, zeros from key ``stop`` and column WIDTH on.
 
-    They are rows ``first + n`` on of sequence b, or lie in ``pages``.
+    They are rows ``first + n`` on of sequence b, or lie in ``pages``. Without a ``stop`` all of them exist. A tile that
+    is loaded TRANSPOSED can be the left operand of a product; of one that is turned later, Triton 3.6 would not make
+    asynchronous copies. All rows of an ALIGNED x begin at multiples of 16 bytes.
     """
+    inside = tile_bounds(n, stop, WIDTH, BLOCK_N, BLOCK_COLS)
     if pages is None:
-        tile = load_rows(x, strides, b, h, first + n, first + stop, WIDTH, BLOCK_N, BLOCK_COLS)
+        corner = head_base(x, strides, b, h) + tl.cast(first + n, tl.int64) * strides[2]
+        rows = tl.arange(0, BLOCK_N).to(tl.int64) * strides[2]
     else:
-        rows = (n + tl.arange(0, BLOCK_N)) % PAGE_SIZE
-        corner = x + pages * strides[0] + h.to(tl.int64) * strides[1] + rows.to(tl.int64) * strides[2]
-        pointers = corner[:, None] + tl.arange(0, BLOCK_COLS).to(tl.int64)[None, :] * strides[3]
-        tile = tl.load(pointers, mask=tile_bounds(n, stop, WIDTH, BLOCK_N, BLOCK_COLS), other=0.0)
-    return tile
+        corner = x + h.to(tl.int64) * strides[1]
+        rows = pages * strides[0] + ((n + tl.arange(0, BLOCK_N)) % PAGE_SIZE).to(tl.int64) * strides[2]
+    cols = tl.arange(0, BLOCK_COLS).to(tl.int64) * strides[3]
+    if ALIGNED and pages is None:
+        pointers = _pointers_by_eights(corner, strides, cols, BLOCK_N, TRANSPOSED)
+    elif TRANSPOSED:
+        pointers = corner + (rows[None, :] + cols[:, None])
+    else:
+        pointers = corner + (rows[:, None] + cols[None, :])
+    return tl.load(pointers, mask=inside.T if TRANSPOSED else inside, other=0.0)
 
 
 @triton.jit
-def load_scales(scale, strides, pages, b, h, first, keys, inside, PAGE_SIZE: tl.constexpr):
-    """The scale of each of ``keys`` of head h, 0 for those that are not ``inside``."""
+def _pointers_by_eights(corner, strides, cols, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Pointers to rows that begin at multiples of 16 bytes.
+
+    The rows of a thread lie a multiple of eight apart. Added last, such steps are constants in the copies, where they
+    otherwise are two registers each and an addition for each copy (ptxas of Triton 3.6).
+    """
+    row = tl.arange(0, 8).to(tl.int64) * strides[2]
+    eight = tl.arange(0, BLOCK_N // 8).to(tl.int64) * (8 * strides[2])
+    if TRANSPOSED:
+        pointers = (corner + (cols[:, None, None] + row[None, None, :])) + eight[None, :, None]
+        pointers = tl.reshape(pointers, [cols.shape[0], BLOCK_N])
+        pointers = tl.max_contiguous(tl.multiple_of(pointers, (16, 1)), (cols.shape[0], 1))
+    else:
+        pointers = (corner + (row[None, :, None] + cols[None, None, :])) + eight[:, None, None]
+        pointers = tl.reshape(pointers, [BLOCK_N, cols.shape[0]])
+        pointers = tl.max_contiguous(tl.multiple_of(pointers, (1, 16)), (1, cols.shape[0]))
+    return pointers
+
+
+@triton.jit
+def load_scales(scale, strides, pages, b, h, first, keys, stop, BY_16: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """The scale of each of ``keys`` of head h, 0 from key ``stop`` on; without one, of all.
+
+    BY_16: sixteen keys that begin at a multiple of 16 have scales wherever one of them has.
+    """
     pointers = _scale_pointers(scale, strides, pages, b, h, first, keys, PAGE_SIZE)
-    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    if stop is None:
+        found = tl.load(pointers)
+    else:
+        end = tl.multiple_of(tl.cdiv(stop, 16) * 16, 16) if BY_16 else stop
+        found = tl.load(pointers, mask=keys < end, other=0.0)
+    return found.to(tl.float32)
 
 
 @triton.jit
@@ -101,3 +140,13 @@ def _scale_pointers(scale, strides, pages, b, h, first, keys, PAGE_SIZE: tl.cons
         rows = keys % PAGE_SIZE
         base = scale + pages * strides[0]
     return base + h.to(tl.int64) * strides[1] + rows.to(tl.int64) * strides[2]
+
+
+@triton.jit
+def in_stretch(keys, start, stop, ALIKE: tl.constexpr):
+    """Which keys each row's stretch holds, ``[rows or 1, keys]``."""
+    if ALIKE:
+        visible = ((keys >= start) & (keys < stop))[None, :]
+    else:
+        visible = (keys[None, :] >= start[:, None]) & (keys[None, :] < stop[:, None])
+    return visible

@@ -9,11 +9,12 @@ of q, in one order and contiguous, then a factor per row that makes up for their
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnpatch.kernels.common.hadamard import rotate
 from attnpatch.kernels.common.primitives import head_base, products
 from attnpatch.kernels.decode.codes import INT8_WORDS, UPPER, channels
+from attnpatch.kernels.decode.int8 import keys_as_loaded, multiply, whole
 from attnpatch.kernels.decode.places import row_pointers
 
 LARGEST_INT = tl.constexpr(127 * UPPER.value)
@@ -36,6 +37,7 @@ def _rotate_kernel(
 ):
     """Rotate one row of q."""
     if PDL:
+        gdc_wait()  # the split kernel reads lengths before it waits for this one
         gdc_launch_dependents()
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK_D)
@@ -96,8 +98,11 @@ def load_queries(
 ):
     """A tile of q for every plane of K: a tuple, the planes of K's first tile first."""
     out = ()
-    for plane in tl.static_range(TILES * STEPS):
-        dims = channels(tl.arange(0, BLOCK_K), plane % STEPS, STEPS, UNPACK) + plane // STEPS * (BLOCK_K * STEPS)
+    JOINED: tl.constexpr = 2 if UNPACK == INT8_WORDS and BLOCK_K < 32 else 1
+    PLANES: tl.constexpr = STEPS // JOINED
+    for plane in tl.static_range(TILES * PLANES):
+        dims = channels(tl.arange(0, BLOCK_K * JOINED), plane % PLANES, STEPS, JOINED, UNPACK)
+        dims += plane // PLANES * (BLOCK_K * STEPS)
         in_width = exists[:, None] & (dims < HEAD_DIM)[None, :]
         if rotated is None:
             pointers = row_pointers(q, q_strides, b, heads, queries, dims)
@@ -105,59 +110,27 @@ def load_queries(
             offsets = rows.to(tl.int64) * HEAD_DIM
             if UNPACK == INT8_WORDS:
                 halves = tl.arange(0, 2).to(tl.int64) * num_rows * HEAD_DIM
-                offsets, in_width = tl.ravel(halves[:, None] + offsets[None, :]), (dims < HEAD_DIM)[None, :]
+                offsets, in_width = tl.ravel(offsets[:, None] + halves[None, :]), (dims < HEAD_DIM)[None, :]
             pointers = rows_of_rotated(rotated, UNPACK, DTYPE) + offsets[:, None] + dims[None, :]
         out = out + (tl.load(pointers, mask=in_width, other=0.0),)
     return out
 
 
 @triton.jit
-def scores(queries, first: tl.constexpr, keys, UNPACK: tl.constexpr, STEPS: tl.constexpr, PRECISION: tl.constexpr):
-    """Sum of the products of ``queries[first]`` on with the planes ``keys`` of a tile of K, ``[m, n]`` in fp32."""
+def scores(queries, side: tl.constexpr, keys, UNPACK: tl.constexpr, PRECISION: tl.constexpr):
+    """Products of the queries for tile ``side`` of K with its planes ``keys``, ``[m, n]`` in fp32."""
     if UNPACK == INT8_WORDS:
-        total = tl.dot(queries[first], keys[0].T, out_dtype=tl.int32)
-        for j in tl.static_range(1, 2 * STEPS):  # the levels below zero, and those above
-            total = tl.dot(queries[first + j % STEPS], keys[j].T, total, out_dtype=tl.int32)
-        s = total.to(tl.float32)
+        PLANES: tl.constexpr = len(keys) // 2
+        total = None
+        for j in tl.static_range(2 * PLANES):  # the levels below zero, and those above
+            total = multiply(keys[j], queries[side * PLANES + j % PLANES].T, total)
+        s = keys_as_loaded(whole(total, UPPER))
     else:
+        first: tl.constexpr = side * len(keys)
         s = products(queries[first], keys[0], PRECISION)
-        for j in tl.static_range(1, STEPS):
+        for j in tl.static_range(1, len(keys)):
             if keys[0].dtype == tl.float32:
                 s += products(queries[first + j], keys[j], PRECISION)
             else:
                 s = tl.dot(queries[first + j], keys[j].T, s)
     return s
-
-
-@triton.jit
-def sum_of_halves(s):
-    """The upper half of the rows plus the lower one: what products of upper and lower bytes come to."""
-    return tl.sum(tl.reshape(s, [2, s.shape[0] // 2, s.shape[1]]), axis=0)
-
-
-@triton.jit
-def copies(x, COUNT: tl.constexpr):
-    """A statistic of rows, for each of their COUNT copies."""
-    return tl.ravel(tl.permute(tl.join(x, x), 1, 0)) if COUNT == 2 else x
-
-
-@triton.jit
-def row_copies(x, COUNT: tl.constexpr):
-    """All rows of ``x`` COUNT times, two of them of 16 bits.
-
-    The second copy is XORed with 0 in a register: from one register for both, ptxas makes the four that an operand
-    takes anew for every product (70 moves a tile of 64 keys).
-    """
-    if COUNT == 2:
-        asm: tl.constexpr = (
-            "{.reg .b32 z, a; mov.u32 z, %laneid; mov.u32 a, %ctaid.y; and.b32 z, z, a; xor.b32 $0, $1, z;}"
-        )
-        again = tl.inline_asm_elementwise(asm, "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
-        x = tl.reshape(tl.permute(tl.join(x, again), 2, 0, 1), [2 * x.shape[0], x.shape[1]])
-    return x
-
-
-@triton.jit
-def one_copy(x, COUNT: tl.constexpr):
-    """The rows of which ``x`` holds COUNT copies."""
-    return sum_of_halves(x) * 0.5 if COUNT == 2 else x

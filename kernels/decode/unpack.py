@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnpatch.attention_call import PACKED, AttentionCall, width_of
+from attnpatch.kernels.common.support import padded_width
 from attnpatch.kernels.decode.codes import BYTES, INT8_ROWS, INT8_WORDS, WORDS, levels_of_bytes, levels_of_words
 
 _FLOAT = """{{
@@ -94,38 +95,59 @@ class Form(NamedTuple):
         strides: in the elements that are loaded.
         step: channels per loaded element, so tiles of a step-th of the width each.
         tiles: loaded tiles side by side, of which each has a scale of its own.
+        aligned: whether all rows of codes in words begin at multiples of 16 bytes.
     """
 
     unpack: str | None
     strides: tuple[int, ...]
     step: int = 1
     tiles: int = 1
+    aligned: bool = False
 
 
-def form_of(x: Tensor, dtype: torch.dtype, in_words: bool, block_m: int) -> Form:
+def forms_of(call: AttentionCall, alignment: int, block_m: int) -> list[Form]:
+    """The forms of K and V; arguments as of :func:`form_of`. Codes are in words on both sides or on none."""
+    forms = [form_of(x, call.q.dtype, alignment, block_m) for x in (call.k, call.v)]
+    if any(form.unpack == BYTES.value for form in forms):
+        forms = [form_of(x, call.q.dtype, 1, block_m) for x in (call.k, call.v)]
+    return forms
+
+
+def form_of(x: Tensor, dtype: torch.dtype, alignment: int, block_m: int) -> Form:
     """The form of K or V.
 
     Args:
         x: K or V, ``[.., .., .., head_dim]``.
         dtype: q's.
-        in_words: whether its address is a multiple of 2.
+        alignment: of its address, in bytes: 16, 2 or 1.
         block_m: rows of a tile of q.
     """
-    whole = x.is_cuda and x.stride(3) == 1 and in_words and all(n % 2 == 0 for n in (x.shape[3], *x.stride()[:3]))
+    whole = x.is_cuda and x.stride(3) == 1 and all(n % 2 == 0 for n in (alignment, x.shape[3], *x.stride()[:3]))
     words = (*(stride // 2 for stride in x.stride()[:2]), tl.constexpr(x.stride(2) // 2), 1)
     if x.dtype == PACKED:
-        return _codes(x, dtype, words if whole else None, block_m)
+        return _codes(x, dtype, words if whole else None, alignment, block_m)
     ptx = UNPACKING.get((x.dtype, dtype))
     return Form(ptx, words, 2) if ptx and whole and x.shape[3] >= MIN_WIDTH else Form(None, x.stride())
 
 
-def _codes(x: Tensor, dtype: torch.dtype, words: tuple[int, ...] | None, block_m: int) -> Form:
+def _codes(x: Tensor, dtype: torch.dtype, words: tuple[int, ...] | None, alignment: int, block_m: int) -> Form:
     """TBQ4 codes: in words where all blocks are of 64 or of 128 channels, else in bytes."""
     width = width_of(x)
     if words is None or dtype == torch.float32 or width not in (64, 128, 256):
         return Form(BYTES.value, x.stride(), 2)
-    int8 = block_m == INT8_ROWS and width > 64  # int8 products are at least 32 deep
-    return Form((INT8_WORDS if int8 else WORDS).value, words, 4, max(1, width // 128))
+    aligned = all(n % 16 == 0 for n in (alignment, *x.stride()[:3]))
+    return Form((INT8_WORDS if block_m <= INT8_ROWS else WORDS).value, words, 4, max(1, width // 128), aligned)
+
+
+def unpacks_alike(call: AttentionCall) -> bool:
+    """Whether K and V are as wide, and the planes that both unpack into: products of 64 rows are right then.
+
+    The ptxas of Triton 3.6 otherwise adds to uniform registers that it never set, where it works out the descriptors
+    of V's first plane: even columns came out wrong (K of 128, V of 64 channels in int8), or an address was out of
+    bounds (K in int8, V in codes; H200, 2026-11-30).
+    """
+    packed = {x.dtype == PACKED for x in (call.k, call.v) if x.dtype.itemsize == 1}
+    return len(packed) < 2 and padded_width(call.head_dim) == padded_width(call.head_dim_v)
 
 
 def is_per_head(scale: Tensor | None, paged: bool) -> bool:

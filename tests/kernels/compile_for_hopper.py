@@ -125,7 +125,7 @@ def compile_prefill(width, dtype, descriptors, terms):
     return facts(kernel.compiled, 3)
 
 
-ROWS = {"64 rows": 16, "128 rows": 60, "codes, 16 rows": 4, "codes, 64 rows": 16}
+ROWS = {"64 rows": 16, "128 rows": 60, "codes, 8 rows": 2, "codes, 16 rows": 4, "codes, 64 rows": 16}
 """Queries of four heads each, where there are several."""
 
 
@@ -181,7 +181,8 @@ def compile_decode(call, config, num_splits=2):
         mock.patch.object(support, "_plans", {}),  # entries may be alike, and a plan keeps its kernels
     ):
         decode_launch.decode(call, num_splits, config)
-    runs = 2 if masked or call.seqlen_q > 1 else 1
+    words = call.k.dtype == torch.uint8 and call.k.stride(2) % 2 == 0
+    runs = 2 if masked or call.seqlen_q > 1 or words else 1
     return facts(split.compiled, runs), merge.compiled and facts(merge.compiled, 1)
 
 

@@ -34,7 +34,7 @@ SPLIT_COUNTS = {
     "a split per block": ({"seqlen_k": 200}, 4),
     "the multiprocessors are filled first": ({"seqlen_k": 4096, "num_kv_heads": 4, "batch": 2}, 32),
     "two programs each": ({"seqlen_k": 131072, "num_kv_heads": 4, "batch": 2}, 33),
-    "at most MAX_SPLITS": ({"seqlen_k": 131072}, 128),
+    "whole blocks": ({"seqlen_k": 131072}, 256),
     "the chip is full": ({"seqlen_k": 4096, "num_kv_heads": 4, "batch": 40}, 1),
     "the window limits": ({"seqlen_k": 131072, "window_left": 1023, "window_right": 0}, 16),
 }
@@ -44,6 +44,22 @@ SPLIT_COUNTS = {
 def test_split_counts(chip, case, expected):
     chip(132)
     assert planned(random_step(**case)).num_splits == expected
+
+
+MANY_PROGRAMS = configs.DecodeConfig(4, 64, 1, 3, 12)
+MANY_SPLITS = {
+    "a block each for a program per scheduler": ({"seqlen_k": 4096}, 64),
+    "more programs where splits have 256 keys": ({"seqlen_k": 32768}, 128),
+    "as many as fit": ({"seqlen_k": 131072}, 187),  # of 11 blocks; 198 would fit
+    "at most MAX_SPLITS": ({"seqlen_k": 67584, "num_kv_heads": 1}, 264),
+}
+
+
+@pytest.mark.parametrize(("case", "expected"), MANY_SPLITS.values(), ids=MANY_SPLITS)
+def test_split_counts_of_many_programs(chip, case, expected):
+    chip(132)
+    call = random_step(**{"batch": 1, "num_heads": 8, "num_kv_heads": 8, **case})
+    assert configs.choose_plan(call, MANY_PROGRAMS).num_splits == expected
 
 
 CONFIG = configs.DecodeConfig(16, 64, 4, 1)
