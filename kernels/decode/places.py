@@ -56,19 +56,18 @@ def load_keys(
     asynchronous copies. All rows of an ALIGNED x begin at multiples of 16 bytes.
     """
     inside = tile_bounds(n, stop, WIDTH, BLOCK_N, BLOCK_COLS)
+    cols = tl.arange(0, BLOCK_COLS).to(tl.int64) * strides[3]
     if pages is None:
         corner = head_base(x, strides, b, h) + tl.cast(first + n, tl.int64) * strides[2]
         rows = tl.arange(0, BLOCK_N).to(tl.int64) * strides[2]
+        if ALIGNED:
+            pointers = _pointers_by_eights(corner, strides, cols, BLOCK_N, TRANSPOSED)
+        else:
+            pointers = corner + (rows[None, :] + cols[:, None] if TRANSPOSED else rows[:, None] + cols[None, :])
     else:
-        corner = x + h.to(tl.int64) * strides[1]
-        rows = pages * strides[0] + ((n + tl.arange(0, BLOCK_N)) % PAGE_SIZE).to(tl.int64) * strides[2]
-    cols = tl.arange(0, BLOCK_COLS).to(tl.int64) * strides[3]
-    if ALIGNED and pages is None:
-        pointers = _pointers_by_eights(corner, strides, cols, BLOCK_N, TRANSPOSED)
-    elif TRANSPOSED:
-        pointers = corner + (rows[None, :] + cols[:, None])
-    else:
-        pointers = corner + (rows[:, None] + cols[None, :])
+        rows = ((n + tl.arange(0, BLOCK_N)) % PAGE_SIZE).to(tl.int64)
+        corners = x + pages * strides[0] + h.to(tl.int64) * strides[1] + rows * strides[2]
+        pointers = corners[None, :] + cols[:, None] if TRANSPOSED else corners[:, None] + cols[None, :]
     return tl.load(pointers, mask=inside.T if TRANSPOSED else inside, other=0.0)
 
 

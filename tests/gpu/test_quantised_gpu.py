@@ -5,7 +5,6 @@ import torch
 
 from attnpatch.attention_call import QUANTISED
 from attnpatch.kernels.decode.launch import decode
-from attnpatch.kernels.decode.unpack import Form, form_of
 from attnpatch.testing.inputs import packed, paged, quantised
 from tests.gpu.calls import CUDA, ON_GPU, bits, bool_mask, call_on_gpu, check, check_repeats, check_replays
 
@@ -94,18 +93,6 @@ def test_every_value(dtype, q_dtype, heads):
     decode(call)
     assert torch.equal(o.float(), (x.float() * 0.25).to(q_dtype).float().expand_as(o))
     torch.testing.assert_close(call.lse.view(len(values), 128), expected.view(-1, 128), rtol=5e-7, atol=1e-30)
-
-
-@pytest.mark.parametrize("q_dtype", HALVES, ids=str)
-def test_what_is_unpacked(dtype, q_dtype):
-    x = torch.zeros(1, 2, 64, 130, dtype=torch.int8, device=CUDA).view(dtype)
-    form = form_of(x[..., :128], q_dtype, True, 16)
-    assert form.unpack is not None
-    assert (form.step, form.tiles) == (2, 1)
-    assert [getattr(n, "value", n) for n in form.strides] == [x.stride(0) // 2, x.stride(1) // 2, 65, 1]
-    for odd in (x[..., :127], x[..., :30], x.transpose(2, 3), x[..., ::2]):
-        assert form_of(odd, q_dtype, True, 16) == Form(None, odd.stride())
-    assert form_of(x, q_dtype, False, 16) == form_of(x, torch.float32, True, 16) == Form(None, x.stride())
 
 
 LAYOUTS = {

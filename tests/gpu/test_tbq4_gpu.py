@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from attnpatch import tbq4
-from attnpatch.kernels.decode.codes import BYTES, INT8_ROWS, INT8_WORDS, WORDS
 from attnpatch.kernels.decode.launch import decode
-from attnpatch.kernels.decode.unpack import Form, form_of, has_whole_norms
+from attnpatch.kernels.decode.unpack import has_whole_norms
 from attnpatch.testing.inputs import codes, key_bounds, packed, paged, quantised
 from tests.gpu.calls import (
     CUDA,
@@ -30,7 +29,7 @@ KEYS = 1536
 HALVES = [torch.bfloat16, torch.float16]
 WIDTHS = [64, 128, 256]
 ROWS = [1, 2, 4, 5, 16, 20, 64, 300]
-"""Four heads each: up to 8 of a tile have int8 products with K, up to 16 float16 ones, more those of a warpgroup."""
+"""Four heads each: up to 8 of a tile have products in int8, up to 16 in float16, more those of a warpgroup."""
 
 
 def dense(**case):
@@ -201,25 +200,6 @@ def test_a_long_value_that_no_query_looks_at():
         k[:, :, 700] = -8 * call.q[:, :, 0]
         v[:, :, 700] *= 1e6
         check(kind(call._replace(q=call.q[:, :, :1].expand(-1, -1, rows, -1).contiguous(), k=k, v=v)))
-
-
-def test_what_is_looked_up_in_words():
-    x = torch.zeros(1, 2, 64, 128, dtype=torch.uint8, device=CUDA)
-    for width, rows, name, tiles in (
-        (32, INT8_ROWS, WORDS, 1),
-        (64, INT8_ROWS, INT8_WORDS, 1),
-        (64, 16, WORDS, 1),
-        (128, INT8_ROWS, INT8_WORDS, 2),
-        (128, 64, WORDS, 2),
-    ):
-        form = form_of(x[..., :width], torch.bfloat16, True, rows)
-        assert (form.unpack, form.step, form.tiles) == (name.value, 4, tiles)
-        assert [getattr(n, "value", n) for n in form.strides] == [x.stride(0) // 2, x.stride(1) // 2, 64, 1]
-    for odd in (x[..., :48], x[..., :63], x.transpose(2, 3), x[..., ::2]):
-        assert form_of(odd, torch.float16, True, 16) == Form(BYTES.value, odd.stride(), 2)
-    whole = x[..., :64]
-    assert form_of(whole, torch.float16, False, 16).unpack == BYTES.value
-    assert form_of(whole, torch.float32, True, 16).unpack == BYTES.value
 
 
 LAYOUTS = {

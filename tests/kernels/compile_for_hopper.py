@@ -125,7 +125,14 @@ def compile_prefill(width, dtype, descriptors, terms):
     return facts(kernel.compiled, 3)
 
 
-ROWS = {"64 rows": 16, "128 rows": 60, "codes, 8 rows": 2, "codes, 16 rows": 4, "codes, 64 rows": 16}
+ROWS = {
+    "64 rows": 16,
+    "64 rows, packed": 16,
+    "128 rows": 60,
+    "codes, 8 rows": 2,
+    "codes, 16 rows": 4,
+    "codes, 64 rows": 16,
+}
 """Queries of four heads each, where there are several."""
 
 
@@ -138,6 +145,8 @@ def decode_call(kind, width, dtype=torch.float8_e4m3fn, scales="token"):
         return in_8_bits(call, dtype, scales)
     if kind.startswith("codes"):
         return in_codes(call, odd=kind.endswith("bytes"))
+    if kind.endswith("packed"):
+        return packed(call)
     return in_pages(call) if kind.startswith("pages") else call
 
 
@@ -202,8 +211,7 @@ def decode_rows():
         "8 bit 128 in pages": in_pages(decode_call("8 bit", 128)),
         "16 bit 128 bounds and mask": make_call(128, 1, torch.bfloat16, first_row({**BOUNDS, **MASK})),
         "16 bit 128 terms": make_call(128, 1, torch.bfloat16, first_row(TERMS["terms"])),
-        "64 rows 128 packed": packed(rows_64),
-        "64 rows 128 packed, in pages": packed(in_pages(rows_64))._replace(cu_seqlens_k=None),
+        "64 rows, packed 128 in pages": packed(in_pages(rows_64))._replace(cu_seqlens_k=None),
         "64 rows 128 8 bit, padding": in_8_bits(rows_64)._replace(key_padding=torch.ones(1, 256, dtype=torch.bool)),
     }
     for name, call in calls.items():

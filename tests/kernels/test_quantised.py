@@ -150,8 +150,21 @@ def test_which_scales_are_per_head():
     assert is_per_head(by_page[:1].expand(9, 2, 16), paged=True)
 
 
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_is_unpacked(dtype, q_dtype, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    x = torch.zeros(1, 2, 64, 130, dtype=torch.int8).view(dtype)
+    form = form_of(x[..., :128], q_dtype, 2, 16)
+    assert form.unpack is not None
+    assert (form.step, form.tiles, form.aligned) == (2, 1, False)
+    assert [getattr(n, "value", n) for n in form.strides] == [x.stride(0) // 2, x.stride(1) // 2, 65, 1]
+    for odd in (x[..., :127], x[..., :30], x.transpose(2, 3), x[..., ::2]):
+        assert form_of(odd, q_dtype, 16, 16) == Form(None, odd.stride())
+    assert form_of(x, q_dtype, 1, 16) == form_of(x, torch.float32, 16, 16) == Form(None, x.stride())
+
+
 def test_nothing_is_unpacked_on_the_cpu():
     for x, y in UNPACKING:
         tile = torch.empty(1, 2, 64, 128, dtype=x)
-        assert form_of(tile, y, True, 16) == Form(None, tile.stride())
+        assert form_of(tile, y, 16, 16) == Form(None, tile.stride())
     assert {x for x, _ in UNPACKING} == set(QUANTISED)

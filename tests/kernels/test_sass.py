@@ -18,6 +18,8 @@ SMALLEST_SHARED_MEMORY = 101376  # and on the smallest chips from 8.0 on
 FEW_SPILLS = 16
 PARKED = {
     "decode 64 rows 256": 93,
+    "decode 64 rows, packed 256": 159,
+    "decode 64 rows 128 8 bit, padding": 49,
     "decode 128 rows 256": 93,
     "decode small 64 rows 256": 76,
     "decode codes, 4 rows, long 128": 6,

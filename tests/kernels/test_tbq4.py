@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from attnpatch import ops, tbq4
 from attnpatch.dispatch import BACKEND_MODULES, choose, load_backend
 from attnpatch.kernels.common import hadamard
-from attnpatch.kernels.decode.codes import BYTES, INT8_ROWS
+from attnpatch.kernels.decode.codes import BYTES, INT8_ROWS, INT8_WORDS, WORDS
+from attnpatch.kernels.decode.int8 import keys_as_loaded, keys_for_products
 from attnpatch.kernels.decode.launch import decode
-from attnpatch.kernels.decode.unpack import Form, form_of, has_whole_norms
+from attnpatch.kernels.decode.unpack import Form, form_of, forms_of, has_whole_norms
 from attnpatch.testing.inputs import codes, key_bounds, packed, paged, quantised, random_call
 from tests.kernels.calls import bias, bool_mask, check, poison
 
@@ -270,10 +271,69 @@ def test_batch_invariant(chip):
         assert torch.equal(decode(call._replace(**fields)), together[batch]), batch
 
 
+def test_what_is_looked_up_in_words(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    x = torch.zeros(1, 2, 64, 128, dtype=torch.uint8)
+    few, many = INT8_ROWS, INT8_ROWS + 1
+    for width, rows, name, tiles in (
+        (32, 4, INT8_WORDS, 1),
+        (64, few, INT8_WORDS, 1),
+        (64, many, WORDS, 1),
+        (128, few, INT8_WORDS, 2),
+        (128, many, WORDS, 2),
+    ):
+        form = form_of(x[..., :width], torch.bfloat16, 16, rows)
+        assert (form.unpack, form.step, form.tiles, form.aligned) == (name.value, 4, tiles, True)
+        assert [getattr(n, "value", n) for n in form.strides] == [x.stride(0) // 2, x.stride(1) // 2, 64, 1]
+    for odd in (x[..., :48], x[..., :63], x.transpose(2, 3), x[..., ::2]):
+        assert form_of(odd, torch.float16, 16, many) == Form(BYTES.value, odd.stride(), 2)
+    whole = x[..., :64]
+    assert form_of(whole, torch.float16, 1, few).unpack == BYTES.value
+    assert form_of(whole, torch.float32, 16, few).unpack == BYTES.value
+
+
+def test_rows_of_words_are_aligned_where_the_address_and_the_strides_are(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    rows_of_72 = torch.zeros(1, 2, 64, 72, dtype=torch.uint8)[..., :64]
+    forms = [
+        form_of(torch.zeros(1, 2, 64, 64, dtype=torch.uint8), torch.float16, 2, 8),
+        form_of(rows_of_72, torch.float16, 16, 8),
+    ]
+    assert [(form.unpack, form.aligned) for form in forms] == [(INT8_WORDS.value, False)] * 2
+
+
+def test_codes_are_in_words_on_both_sides_or_on_none(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    k, v = (torch.zeros(1, 1, 64, width, dtype=torch.uint8) for width in (96, 64))
+    call = dense(batch=1, head_dim=192, head_dim_v=128)._replace(k=k, v=v)
+    assert [form.unpack for form in forms_of(call, 16, 8)] == [BYTES.value] * 2
+    assert [form.unpack for form in forms_of(call._replace(k=v), 16, 8)] == [INT8_WORDS.value] * 2
+
+
+@triton.jit
+def _relabelled(x, rows, back, N: tl.constexpr):
+    keys, cols = tl.arange(0, N), tl.arange(0, 2)
+    places = 2 * keys[:, None] + cols[None, :]
+    moved = keys_for_products(tl.load(x + places))
+    tl.store(rows + places, moved)
+    tl.store(back + places, keys_as_loaded(moved.T).T)
+
+
+@pytest.mark.parametrize("n", [32, 64, 128])
+def test_keys_are_relabelled_for_products(n):
+    """Eight rows of a tile of products apart are four neighbouring keys, and scores lie as the keys do."""
+    x = torch.arange(2 * n, dtype=torch.float32).view(n, 2)
+    rows, back = torch.full_like(x, math.nan), torch.full_like(x, math.nan)
+    _relabelled[(1,)](x, rows, back, n)
+    a, r, g = (torch.arange(n) // 32, torch.arange(n) % 32 // 8, torch.arange(n) % 8)
+    assert torch.equal(rows, x[32 * a + 4 * g + r])
+    assert torch.equal(back, x)
+
+
 def test_codes_are_looked_up_in_bytes_on_the_cpu():
     x = torch.zeros(1, 2, 64, 64, dtype=torch.uint8)
     for rows in (INT8_ROWS, 16, 64):
-        assert form_of(x, torch.float16, True, rows) == Form(BYTES.value, x.stride(), 2)
+        assert form_of(x, torch.float16, 16, rows) == Form(BYTES.value, x.stride(), 2)
 
 
 @triton.jit
