@@ -24,12 +24,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", type=int, default=4, help="default %(default)s")
     parser.add_argument("--strict", action="store_true", help="fail when any attention stays unfused")
     parser.add_argument("--backends", nargs="+", default=[], metavar="NAME", help="only these backends, in order")
-    parser.add_argument("--json", metavar="PATH", help="write the report as JSON, too")
+    parser.add_argument("--json", metavar="FILE", help="write the report as JSON, too")
+    parser.add_argument(
+        "--diff", nargs=2, metavar=("OLD", "NEW"), help="run nothing: compare two reports written with --json"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report of the patched model; 1 when strict refuses it or the checkpoint is missing."""
     console = Console()
+    if args.diff:
+        return print_difference(console, *args.diff)
     dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(args.device)
     try:
         model, _ = load_checkpoint(args.model, dtype, args.attn, args.device)
@@ -45,6 +50,17 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         report.to_json(args.json)
     return 0
+
+
+def print_difference(console: Console, old: str, new: str) -> int:
+    """Print what changed between two reports; 1 when a site lost its kernel or a file is no report."""
+    try:
+        found = attnpatch.Report.from_json(old).diff(attnpatch.Report.from_json(new))
+    except (OSError, ValueError) as error:
+        console.print(str(error), style="red", markup=False, highlight=False)
+        return 1
+    console.print(found)
+    return 1 if found.lost else 0
 
 
 def generate_from_random(model: Any, prompt_tokens: int, new_tokens: int) -> None:

@@ -24,17 +24,19 @@ def report(tiny, ids):
 
 
 def test_fields(report):
-    assert set(report.to_dict()) == {"summary", "sites", "gaps", "note"}
+    assert list(report.to_dict()) == ["schema", "summary", "sites", "gaps", "note"]
     assert set(report.summary) == {"fused", "refused", "graphs", "bytes_avoided"}
     site = report.to_dict()["sites"][0]
     names = "module rule status reason mask num_heads num_kv_heads head_dim dtype dispatches"
+    names += " kv_bytes_avoided score_bytes_avoided"
     assert list(site) == names.split()
-    assert list(site["dispatches"][0]) == ["phase", "backend", "calls", "captured", "reason"]
+    assert list(site["dispatches"][0]) == ["phase", "backend", "calls", "captured", "reason", "mask"]
 
 
 def test_values(report):
     site = dataclasses.asdict(report.sites[0])
     dispatches = site.pop("dispatches")
+    assert sum(site.pop(f"{kind}_bytes_avoided") for kind in ("kv", "score")) == report.summary["bytes_avoided"] // 2
     assert site == {
         "module": "layers.0",
         "rule": "eager_attention",
@@ -46,9 +48,9 @@ def test_values(report):
         "head_dim": 8,
         "dtype": "float32",
     }
-    assert [(d["phase"], d["backend"], d["calls"], d["captured"]) for d in dispatches] == [
-        ("prefill", "cpu.sdpa", 2, False),
-        ("decode", "cpu.sdpa", 1, False),
+    assert [(d["phase"], d["backend"], d["calls"], d["captured"], d["mask"]) for d in dispatches] == [
+        ("prefill", "cpu.sdpa", 2, False, "causal"),
+        ("decode", "cpu.sdpa", 1, False, "none"),
     ]
     assert {d["phase"] for d in dispatches} <= set(PHASES)
 
@@ -69,6 +71,8 @@ def test_bytes_avoided(report):
         return 4 * (scores + repeated)
 
     assert report.summary["bytes_avoided"] == 2 * (2 * call(12) + call(1))
+    assert [site.kv_bytes_avoided for site in report.sites] == [4 * (2 * 2 * 4 * 16) * (2 * 12 + 1)] * 2
+    assert sum(site.score_bytes_avoided for site in report.sites) == 2 * 4 * (4 * 2 * 4) * (2 * 144 + 1)
 
 
 def test_sdpa_sites_avoid_no_scores():
@@ -78,6 +82,7 @@ def test_sdpa_sites_avoid_no_scores():
     graph = GraphRecord([SiteRecord("a", "sdpa_call", "", ""), SiteRecord("b", "eager_attention", "", "")])
     graph.count(recorded)
     assert graph.bytes_avoided == 10 + 110
+    assert [(s.score_bytes_avoided, s.kv_bytes_avoided) for s in Report([graph], gaps={}).sites] == [(0, 10), (100, 10)]
 
 
 def test_counts_grow_with_every_call(tiny, ids):

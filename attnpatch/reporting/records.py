@@ -1,0 +1,77 @@
+"""What compiled graphs count as they run."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from attnpatch.dispatch import Dispatch, Recording, Traffic
+from attnpatch.rewriter import SiteRecord
+
+log = logging.getLogger("attnpatch")
+
+
+class GraphRecord:
+    """The sites of one compiled graph and what its runs dispatched to.
+
+    Args:
+        sites: in the order the graph runs them.
+        parameters: the model's parameters among the graph's inputs, to tell whose graph it is.
+
+    Attributes:
+        runs: how often the fused sites dispatched in one way, replayed by a CUDA graph or not.
+        traffic: bytes that each fused site did not move, over all runs.
+    """
+
+    def __init__(self, sites: Sequence[SiteRecord], parameters: Iterable[nn.Parameter] = ()) -> None:
+        self.sites = list(sites)
+        self.fused = [site for site in sites if site.fused]
+        self.runs: Counter[tuple[tuple[Dispatch, ...], bool]] = Counter()
+        self.traffic = [Traffic(0, 0)] * len(self.fused)
+        self._writes_scores = [site.rule != "sdpa_call" for site in self.fused]  # torch's SDPA keeps none
+        self._last: tuple[tuple[Dispatch, ...], Sequence[Traffic]] = ((), ())
+        self._logged: set[tuple[int, str, str, bool]] = set()
+        self._parameters = [weakref.ref(p) for p in parameters]
+
+    @property
+    def bytes_avoided(self) -> int:
+        """Bytes of K/V and scores that all runs of the graph did not move."""
+        return sum(sum(traffic) for traffic in self.traffic)
+
+    def count(self, recorded: Recording) -> None:
+        """Count one run. Nothing dispatched although sites are fused: a CUDA graph replayed the last run."""
+        captured = bool(self.fused) and not recorded.dispatches
+        if not captured:
+            self._last = tuple(recorded.dispatches), recorded.traffic
+        if (self._last[0], captured) not in self.runs:
+            self._log_first(captured)
+        self.runs[self._last[0], captured] += 1
+        for i, (moved, writes) in enumerate(zip(self._last[1], self._writes_scores, strict=False)):
+            scores, repeats = self.traffic[i]
+            self.traffic[i] = Traffic(scores + (moved.scores if writes else 0), repeats + moved.repeats)
+
+    def _log_first(self, captured: bool) -> None:
+        """One line per site, phase and backend when the graph first runs it so: a reason that names lengths is none."""
+        for i, (site, dispatch) in enumerate(zip(self.fused, self._last[0], strict=False)):
+            way = (i, dispatch.phase, dispatch.backend, captured)
+            if way not in self._logged:
+                self._logged.add(way)
+                where, replayed = site.module or site.place, ", replayed by a CUDA graph" if captured else ""
+                log.info("%s: %s runs on %s%s (%s)", where, dispatch.phase, dispatch.backend, replayed, dispatch.reason)
+
+    def belongs_to(self, parameters: set[int]) -> bool:
+        """Whether any of the graph's parameters is among those (by ``id``)."""
+        return any(id(p()) in parameters for p in self._parameters if p() is not None)
+
+
+class Collector:
+    """Every graph compiled for one model (or by the bare backend), and every gap."""
+
+    def __init__(self) -> None:
+        self.graphs: list[GraphRecord] = []
+        self.gaps: Counter[tuple[str, str]] = Counter()
+        self.runs = 0

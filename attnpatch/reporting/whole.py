@@ -1,0 +1,120 @@
+"""The report of a model: its sites and gaps, and how it is printed, written, read and compared."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from attnpatch.reporting import text
+from attnpatch.reporting.difference import Difference, difference
+from attnpatch.reporting.records import GraphRecord
+from attnpatch.reporting.sites import DispatchReport, Gap, SiteReport, merge
+
+SCHEMA = "attnpatch.report/1"
+"""Names the fields of :meth:`Report.to_dict`; docs/report.md lists them. The number rises when one goes or changes."""
+
+
+class Report:
+    """Sites, gaps and a summary; ``str()`` is a table.
+
+    Attributes:
+        sites: one SiteReport per attention.
+        gaps: what ran past the patch.
+        summary: counts of fused and refused sites, graphs compiled, and bytes of K/V and score traffic avoided.
+        note: why there is nothing to report, when there is nothing.
+    """
+
+    def __init__(self, graphs: Sequence[GraphRecord], gaps: Counter[tuple[str, str]], note: str = "") -> None:
+        self.sites = merge(graphs)
+        self.gaps = [Gap(kind, place, count) for (kind, place), count in gaps.items()]
+        statuses = Counter(site.status for site in self.sites)
+        self.summary = {
+            "fused": statuses["fused"],
+            "refused": statuses["refused"],
+            "graphs": len(graphs),
+            "bytes_avoided": sum(graph.bytes_avoided for graph in graphs),
+        }
+        self.note = note
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Report:
+        """The report that :meth:`to_dict` gave.
+
+        Raises:
+            ValueError: ``data`` is of another schema, or its fields are not those of SCHEMA.
+        """
+        schema = data.get("schema") if isinstance(data, Mapping) else None
+        if schema != SCHEMA:
+            raise ValueError(f"schema {schema!r} is not {SCHEMA!r}; write the report again with this attnpatch")
+        found = cls([], Counter())
+        try:
+            found.sites = [_site(site) for site in data["sites"]]
+            found.gaps = [Gap(**gap) for gap in data["gaps"]]
+            found.summary = {name: data["summary"][name] for name in found.summary}
+            found.note = data["note"]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a report of schema {SCHEMA!r}: {error}") from None
+        return found
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Report:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: the file is no JSON, or no report of this schema; the message names the file.
+        """
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, with stable field names."""
+        return {
+            "schema": SCHEMA,
+            "summary": dict(self.summary),
+            "sites": [asdict(site) for site in self.sites],
+            "gaps": [asdict(gap) for gap in self.gaps],
+            "note": self.note,
+        }
+
+    def to_json(self, path: str | Path) -> None:
+        """Write :meth:`to_dict` to ``path``."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the table of ``str()`` to ``path`` as a page."""
+        console = Console(record=True, width=140, file=io.StringIO())
+        console.print(self)
+        Path(path).write_text(console.export_html(inline_styles=True))
+
+    def diff(self, newer: Report) -> Difference:
+        """What changed from this report to ``newer``: status, reason, mask and the backend of each phase.
+
+        Sites are matched by module and their order within it. A phase that one of the two did not run is no change.
+        """
+        return difference(self.sites, newer.sites, (self.gaps, newer.gaps))
+
+    def __str__(self) -> str:
+        console = Console(width=118, no_color=True)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get().rstrip()
+
+    def __rich_console__(self, console: Console, options: Any) -> Iterator[Any]:
+        if self.sites:
+            yield text.table(self.sites)
+        yield from (Text(f"gap: {gap.kind} at {gap.place} (x{gap.count})") for gap in self.gaps)
+        yield self.note or text.summary_line(self.summary)
+
+
+def _site(data: Mapping[str, Any]) -> SiteReport:
+    return SiteReport(**{**data, "dispatches": [DispatchReport(**d) for d in data["dispatches"]]})

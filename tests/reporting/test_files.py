@@ -1,0 +1,68 @@
+"""A report's JSON: what is written is read, and nothing else is."""
+
+import json
+
+import pytest
+
+from attnpatch import Report
+
+
+def test_round_trip(site, refused, report_of, tmp_path):
+    report = report_of(site(), refused(), gaps=[("graph break", "Tiny: 注意", 3)], note="a note")
+    report.to_json(tmp_path / "report.json")
+    loaded = Report.from_json(str(tmp_path / "report.json"))
+    assert loaded.to_dict() == report.to_dict()
+    assert (loaded.sites, loaded.gaps, str(loaded)) == (report.sites, report.gaps, str(report))
+
+
+def test_a_report_does_not_change_with_its_dict(site, report_of):
+    report = report_of(site())
+    report.to_dict()["summary"]["fused"] = 7
+    assert report.summary["fused"] == 1
+
+
+@pytest.mark.parametrize("schema", ["attnpatch.report/2", 1, None])
+def test_another_schema(schema, site, report_of, tmp_path):
+    data = report_of(site()).to_dict() | {"schema": schema}
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"report\.json: schema .* is not 'attnpatch.report/1'") as error:
+        Report.from_json(path)
+    assert repr(schema) in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}"])
+def test_no_report(text, tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"report\.json: "):
+        Report.from_json(path)
+
+
+@pytest.mark.parametrize("name", ["summary", "sites", "gaps", "note"])
+def test_a_field_is_missing(name, site, report_of):
+    data = report_of(site()).to_dict()
+    del data[name]
+    with pytest.raises(ValueError, match=f"not a report of schema 'attnpatch.report/1': '{name}'"):
+        Report.from_dict(data)
+
+
+def test_a_site_with_a_field_of_another_version(site, report_of):
+    data = report_of(site()).to_dict()
+    data["sites"][0]["colour"] = "red"
+    with pytest.raises(ValueError, match="colour"):
+        Report.from_dict(data)
+
+
+def test_the_documented_fields_are_those_written(site, report_of):
+    """docs/report.md has a row for every field."""
+    from pathlib import Path
+
+    text = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
+    data = report_of(site(), gaps=[("graph break", "Tiny", 1)]).to_dict()
+    (one,), (gap,) = data["sites"], data["gaps"]
+    for prefix, fields in (("", data), ("summary.", data["summary"]), ("gaps[].", gap), ("sites[].", one)):
+        for name in fields:
+            assert f"`{prefix}{name}`" in text, name
+    for name in one["dispatches"][0]:
+        assert f"`sites[].dispatches[].{name}`" in text, name
