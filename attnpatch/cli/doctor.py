@@ -63,11 +63,19 @@ REQUIREMENTS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``doctor`` takes no arguments."""
+    """Arguments of ``attnpatch doctor``."""
+    parser.add_argument("--sdpa", action="store_true", help="instead: which backend torch's SDPA takes for which call")
+    parser.add_argument("--json", metavar="FILE", help="with --sdpa: write what it found as JSON, too")
 
 
-def run(_: argparse.Namespace) -> int:
-    """Print every finding; 0 when attnpatch is usable here, else 1."""
+def run(arguments: argparse.Namespace) -> int:
+    """Print every finding, 0 when attnpatch is usable here, else 1; or what torch's SDPA does here, and 0."""
+    if arguments.sdpa:
+        from attnpatch.sdpa import show
+
+        return show.run(arguments.json)
+    if arguments.json:
+        raise SystemExit("attnpatch doctor: --json FILE goes with --sdpa")
     findings = inspect()
     console = Console()
     console.print(_table(findings))
