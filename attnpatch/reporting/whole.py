@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from rich.text import Text
 
 from attnpatch.reporting import text
 from attnpatch.reporting.difference import Difference, difference
+from attnpatch.reporting.page import html
 from attnpatch.reporting.records import GraphRecord
 from attnpatch.reporting.sites import DispatchReport, Gap, SiteReport, merge
 
@@ -91,10 +91,8 @@ class Report:
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
     def to_html(self, path: str | Path) -> None:
-        """Write the table of ``str()`` to ``path`` as a page."""
-        console = Console(record=True, width=140, file=io.StringIO())
-        console.print(self)
-        Path(path).write_text(console.export_html(inline_styles=True))
+        """Write the report to ``path`` as one page that needs no other file and no network."""
+        Path(path).write_text(html(self.sites, self.gaps, self.summary, self.note), encoding="utf-8")
 
     def diff(self, newer: Report) -> Difference:
         """What changed from this report to ``newer``: status, reason, mask and the backend of each phase.
