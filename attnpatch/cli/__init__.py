@@ -1,4 +1,4 @@
-"""The command line: ``attnpatch demo | report | doctor``, also ``python -m attnpatch``.
+"""The command line: ``attnpatch demo | report | doctor | roofline``, also ``python -m attnpatch``.
 
 Each command is a module with ``add_arguments(parser)`` and ``run(arguments) -> exit code``, imported only
 when it runs: ``doctor`` needs nothing that may be missing.
@@ -15,12 +15,14 @@ COMMANDS = {
     "demo": "patch a real checkpoint: same text, every site named, time and memory before and after",
     "report": "patch a model, run it, and print the kernel that each attention got",
     "doctor": "what attnpatch found on this machine, what is missing, and what that costs",
+    "roofline": "what prefill and a decode step must read and compute, from a config and a device",
 }
 
 _MODULES = {
     "demo": "attnpatch.cli.demo",
     "report": "attnpatch.cli.reporting",
     "doctor": "attnpatch.cli.doctor",
+    "roofline": "attnpatch.cli.roofline",
 }
 
 
