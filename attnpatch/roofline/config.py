@@ -6,6 +6,7 @@ What a config does not say is not guessed: the error names the key that settles 
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ _ALL_WINDOWED = ("mistral", "mixtral", "phi3", "starcoder2")
 
 _SAID_OTHERWISE = (
     "attention_chunk_size", "attention_types", "attention_window_size", "attn_layer_indices", "attn_layer_period",
-    "attn_type_list", "block_types", "full_attn_idxs", "hybrid_override_pattern", "layers_block_type",
+    "attn_layers", "attn_type_list", "block_types", "full_attn_idxs", "hybrid_override_pattern", "layers_block_type",
     "sliding_window_size",
 )  # fmt: skip
 """Keys by which single families say which layers differ; transformers writes layer_types for most of them."""
@@ -38,8 +39,11 @@ _NOT_COUNTED = {
     "kv_lora_rank": "its layers keep latents (MLA), not K and V",
     "index_n_heads": "its layers read keys that an indexer chooses",
     "num_kv_shared_layers": "some of its layers read the K/V of others",
+    "per_layer_config": "its layers differ in heads or head_dim",
     "global_head_dim": "its full attention layers have another head_dim than the rest",
     "num_global_key_value_heads": "its full attention layers have another number of K/V heads than the rest",
+    "num_attention_heads_per_layer": "its layers differ in heads",
+    "cross_attention_layers": "some of its layers attend on pictures",
     "is_encoder_decoder": "it has an encoder",
 }
 """Keys that, set, mean caches of another make than ``ModelShape`` has."""
@@ -81,7 +85,9 @@ def shape_from_config(config: Mapping[str, Any], weights: Weights) -> ModelShape
     """
     for key, reason in _NOT_COUNTED.items():
         if config.get(key):
-            raise ValueError(f"{key} is {config[key]!r}: {reason}, which is not counted; count a like model by flags")
+            raise ValueError(
+                f"{key} is {reprlib.repr(config[key])}: {reason}, which is not counted; count a like model by flags"
+            )
     num_heads = _size(config, "num_attention_heads", "n_head")
     kinds = [_kind(name) for name in layer_types(config)]
     return ModelShape(
@@ -148,8 +154,8 @@ def _num_kv_heads(config: Mapping[str, Any], num_heads: int) -> int:
 
 def _head_dim(config: Mapping[str, Any], num_heads: int) -> int:
     """The hidden size over the heads where the config does not say; K and V must agree."""
-    if config.get("head_dim"):
-        head_dim = _size(config, "head_dim")
+    if config.get("head_dim") or config.get("kv_channels"):
+        head_dim = _size(config, "head_dim", "kv_channels")
     else:
         head_dim = _size(config, "hidden_size", "n_embd") // num_heads
     if config.get("v_head_dim", head_dim) != head_dim:

@@ -72,6 +72,7 @@ def test_chunks_are_windows():
     [
         ({"kv_lora_rank": 512}, r"kv_lora_rank is 512: its layers keep latents \(MLA\)"),
         ({"num_kv_shared_layers": 2}, "read the K/V of others"),
+        ({"per_layer_config": {"5": {"head_dim": 512}}}, "its layers differ in heads or head_dim"),
         ({"layer_types": ["hybrid"] * 3}, "layer type 'hybrid' is not counted; known are full_attention"),
         ({"layer_types": ["full_attention"] * 2}, "names 2 layers of 3"),
         ({"layer_types": ["sliding_attention"] * 3}, "no sliding_window or attention_chunk_size; add it"),
