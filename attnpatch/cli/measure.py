@@ -29,8 +29,12 @@ IMPLEMENTATIONS = ("eager", "sdpa", "attnpatch")
 WARM_LENGTHS = (48, 80)
 """Two short prompts first: at the second length torch.compile makes the length dynamic."""
 
-RUNS, ENOUGH_SECONDS = 3, 12.0
+RUNS, ENOUGH_SECONDS = 4, 12.0
 """The first run, of which memory is measured, warms up for the others, unless it alone takes ENOUGH_SECONDS."""
+
+
+class MeasurementFailed(RuntimeError):
+    """The process that measured ended with an error."""
 
 
 class Measurement(NamedTuple):
@@ -58,11 +62,12 @@ def measure_in_child(
     device: str = "cpu",
     new_tokens: int = 0,
     model: str | None = None,
+    config: str | None = None,
 ) -> Measurement:
-    """Run :func:`measure` in a fresh process.
+    """Run :func:`measure` in a fresh process, on what :func:`load` makes of ``model`` and ``config``.
 
     Raises:
-        RuntimeError: the process failed; the message ends with what it printed last.
+        MeasurementFailed: the process failed; the message ends with what it printed last.
     """
     command = [sys.executable, "-m", "attnpatch.cli.measure", "--implementation", implementation]
     command += [
@@ -76,9 +81,10 @@ def measure_in_child(
         str(new_tokens),
     ]
     command += ["--model", model] if model else []
+    command += ["--config", config] if config else []
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode != 0:
-        raise RuntimeError(f"measuring {implementation} at {seqlen} tokens failed:\n{child.stderr[-2000:]}")
+        raise MeasurementFailed(f"measuring {implementation} at {seqlen} tokens failed:\n{child.stderr[-2000:]}")
     return Measurement(**json.loads(child.stdout.splitlines()[-1]))
 
 
@@ -200,12 +206,35 @@ def decode_speed(model: Any, ids: torch.Tensor, new_tokens: int) -> float:
     return clock.tokens_per_s()
 
 
-def load_implementation(implementation: str, model: str | None, dtype: torch.dtype, device: str) -> Any:
-    """Load Hugging Face's eager or sdpa model, or (attnpatch) the eager one, patched."""
-    from attnpatch.cli.checkpoint import load_checkpoint
+def load(model: str | None, config: str | None, dtype: torch.dtype, attn_implementation: str, device: str) -> Any:
+    """The causal language model at ``model`` (None: SmolLM2), or of random weights after the config at ``config``.
 
-    attn_implementation = "eager" if implementation == "attnpatch" else implementation
-    loaded, _ = load_checkpoint(model, dtype, attn_implementation, device)
+    Raises:
+        CheckpointMissing: a package or the checkpoint is not installed.
+        OSError: there is no such path.
+        ValueError: the config is of no causal language model.
+    """
+    from attnpatch.cli.checkpoint import CheckpointMissing, load_checkpoint
+
+    if config is None:
+        return load_checkpoint(model, dtype, attn_implementation, device)[0]
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise CheckpointMissing("transformers is not installed: pip install 'attnpatch[hf]'") from None
+    if not Path(config).exists():  # transformers would look for it on its hub
+        raise FileNotFoundError(f"--config {config}: there is no such file or folder")
+    torch.manual_seed(0)
+    found = AutoConfig.from_pretrained(config)
+    made = AutoModelForCausalLM.from_config(found, dtype=dtype, attn_implementation=attn_implementation)
+    return made.to(device).eval()
+
+
+def load_implementation(
+    implementation: str, model: str | None, config: str | None, dtype: torch.dtype, device: str
+) -> Any:
+    """Load Hugging Face's eager or sdpa model, or (attnpatch) the eager one, patched."""
+    loaded = load(model, config, dtype, "eager" if implementation == "attnpatch" else implementation, device)
     if implementation == "attnpatch":
         import attnpatch
 
@@ -222,8 +251,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--new-tokens", type=int, default=0)
     parser.add_argument("--model", help="path of a checkpoint; default SmolLM2-135M-Instruct")
+    parser.add_argument("--config", help="path of a config, for random weights instead")
     args = parser.parse_args()
-    model = load_implementation(args.implementation, args.model, getattr(torch, args.dtype), args.device)
+    dtype = getattr(torch, args.dtype)
+    model = load_implementation(args.implementation, args.model, args.config, dtype, args.device)
     print(json.dumps(measure(model, args.implementation, args.seqlen, args.new_tokens)._asdict()))
 
 
