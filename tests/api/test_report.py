@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import re
 
 import pytest
@@ -187,3 +188,51 @@ def test_report_is_a_snapshot(tiny, ids):
     text = str(before)
     tiny(ids)
     assert str(before) == text
+
+
+def lines(caplog, level):
+    return [r.getMessage() for r in caplog.records if r.name == "attnpatch" and r.levelno == level]
+
+
+def test_log_has_a_line_per_site_at_its_first_dispatch(tiny, ids, caplog):
+    attnpatch.patch(tiny, log_level="info")
+    for _ in range(3):
+        tiny(ids)
+        assert lines(caplog, logging.INFO) == [f"layers.{i}: prefill runs on cpu.sdpa (first choice)" for i in range(2)]
+    tiny(ids[:, :1])
+    assert lines(caplog, logging.INFO)[2:] == [f"layers.{i}: decode runs on cpu.sdpa (first choice)" for i in range(2)]
+
+
+def test_log_warns_of_refusals_once(tiny, ids, caplog):
+    tiny.layers[0].returns_probabilities = tiny.layers[1].returns_probabilities = True
+    attnpatch.patch(tiny)
+    for _ in range(3):
+        tiny(ids)
+    found = lines(caplog, logging.WARNING)
+    assert [line.split(": the attention probabilities")[0] for line in found] == [
+        f"attention stays unfused: layers.{i}" for i in range(2)
+    ]
+    assert lines(caplog, logging.INFO) == []
+
+
+def test_log_says_nothing_per_step_although_the_reason_names_a_length(caplog):
+    """Each step's reason is another sentence, and each is another way in ``runs``."""
+    graph = GraphRecord([SiteRecord("a", "eager_attention", "", "")])
+    with caplog.at_level(logging.INFO, "attnpatch"):
+        for length in range(5):
+            recorded = Recording()
+            recorded.dispatches = [Dispatch("decode", "cpu.tiled", f"cpu.sdpa: {length} keys")]
+            recorded.traffic = [Traffic(0, 0)]
+            graph.count(recorded)
+        graph.count(Recording())
+        graph.count(Recording())
+    assert lines(caplog, logging.INFO) == [
+        "a: decode runs on cpu.tiled (cpu.sdpa: 0 keys)",
+        "a: decode runs on cpu.tiled, replayed by a CUDA graph (cpu.sdpa: 4 keys)",
+    ]
+    assert sum(graph.runs.values()) == 7
+
+
+def test_log_is_quiet_by_default(tiny, ids, caplog):
+    attnpatch.patch(tiny)(ids)
+    assert lines(caplog, logging.INFO) == lines(caplog, logging.WARNING) == []
