@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default=default_device(), help="default %(default)s")
     parser.add_argument("--prompt-tokens", type=at_least(1), default=64, help="default %(default)s")
-    parser.add_argument("--new-tokens", type=at_least(2), default=4, help="the first is the prefill's; default %(default)s")
+    parser.add_argument(
+        "--new-tokens", type=at_least(2), default=4, help="the first is the prefill's; default %(default)s"
+    )
     parser.add_argument("--strict", action="store_true", help="exit with 1 when any attention stays unfused")
     parser.add_argument("--backends", nargs="+", default=[], metavar="NAME", help="only these backends, in order")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON, too")
