@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from attnpatch.attention_call import PHASES
 from attnpatch.reporting import text
 from attnpatch.reporting.difference import Difference, difference
 from attnpatch.reporting.page import html
@@ -115,4 +116,8 @@ class Report:
 
 
 def _site(data: Mapping[str, Any]) -> SiteReport:
-    return SiteReport(**{**data, "dispatches": [DispatchReport(**d) for d in data["dispatches"]]})
+    site = SiteReport(**{**data, "dispatches": [DispatchReport(**d) for d in data["dispatches"]]})
+    unknown = [d.phase for d in site.dispatches if d.phase not in PHASES]
+    if unknown:
+        raise ValueError(f"phase {unknown[0]!r} of site {site.module!r} is none of {', '.join(PHASES)}")
+    return site

@@ -54,6 +54,13 @@ def test_a_site_with_a_field_of_another_version(site, report_of):
         Report.from_dict(data)
 
 
+def test_an_unknown_phase(site, report_of):
+    data = report_of(site("a")).to_dict()
+    data["sites"][0]["dispatches"][1]["phase"] = "training"
+    with pytest.raises(ValueError, match="phase 'training' of site 'a' is none of prefill, decode"):
+        Report.from_dict(data)
+
+
 def test_the_documented_fields_are_those_written(site, report_of):
     """docs/report.md has a row for every field."""
     from pathlib import Path
