@@ -24,18 +24,24 @@ class GraphRecord:
 
     Attributes:
         runs: how often the fused sites dispatched in one way, replayed by a CUDA graph or not.
-        traffic: bytes that each fused site did not move, over all runs.
     """
 
     def __init__(self, sites: Sequence[SiteRecord], parameters: Iterable[nn.Parameter] = ()) -> None:
         self.sites = list(sites)
         self.fused = [site for site in sites if site.fused]
         self.runs: Counter[tuple[tuple[Dispatch, ...], bool]] = Counter()
-        self.traffic = [Traffic(0, 0)] * len(self.fused)
+        self._scores, self._repeats = [0] * len(self.fused), [0] * len(self.fused)
         self._writes_scores = [site.rule != "sdpa_call" for site in self.fused]  # torch's SDPA keeps none
         self._last: tuple[tuple[Dispatch, ...], Sequence[Traffic]] = ((), ())
         self._logged: set[tuple[int, str, str, bool]] = set()
         self._parameters = [weakref.ref(p) for p in parameters]
+
+    @property
+    def traffic(self) -> list[Traffic]:
+        """Bytes that each fused site did not move, over all runs."""
+        written = zip(self._scores, self._writes_scores, strict=True)
+        scores = (total if writes else 0 for total, writes in written)
+        return [Traffic(*pair) for pair in zip(scores, self._repeats, strict=True)]
 
     @property
     def bytes_avoided(self) -> int:
@@ -50,9 +56,9 @@ class GraphRecord:
         if (self._last[0], captured) not in self.runs:
             self._log_first(captured)
         self.runs[self._last[0], captured] += 1
-        for i, (moved, writes) in enumerate(zip(self._last[1], self._writes_scores, strict=False)):
-            scores, repeats = self.traffic[i]
-            self.traffic[i] = Traffic(scores + (moved.scores if writes else 0), repeats + moved.repeats)
+        moved = self._last[1]  # one comprehension each: this runs at every step
+        self._scores[: len(moved)] = [a + t[0] for a, t in zip(self._scores, moved, strict=False)]
+        self._repeats[: len(moved)] = [a + t[1] for a, t in zip(self._repeats, moved, strict=False)]
 
     def _log_first(self, captured: bool) -> None:
         """One line per site, phase and backend when the graph first runs it so: a reason that names lengths is none."""

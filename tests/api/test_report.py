@@ -86,6 +86,17 @@ def test_sdpa_sites_avoid_no_scores():
     assert [(s.score_bytes_avoided, s.kv_bytes_avoided) for s in Report([graph], gaps={}).sites] == [(0, 10), (100, 10)]
 
 
+@pytest.mark.parametrize(("dispatched", "bytes_of"), [(1, [15, 0]), (2, [15, 15]), (3, [15, 15])])
+def test_more_or_fewer_dispatches_than_sites(dispatched, bytes_of):
+    """A branch not taken dispatches less, a loop more: no site gets what is not its own, none is lost."""
+    graph, recorded = GraphRecord([SiteRecord(name, "eager_attention", "", "") for name in "ab"]), Recording()
+    recorded.dispatches = [Dispatch("prefill", "cpu.sdpa", "")] * dispatched
+    recorded.traffic = [Traffic(10, 5)] * dispatched
+    graph.count(recorded)
+    assert [sum(traffic) for traffic in graph.traffic] == bytes_of
+    assert graph.bytes_avoided == sum(bytes_of)
+
+
 def test_counts_grow_with_every_call(tiny, ids):
     attnpatch.patch(tiny)
     for n in (1, 2, 3):
