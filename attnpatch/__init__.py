@@ -4,6 +4,7 @@ model = attnpatch.patch(model)                  # in place; attnpatch.unpatch(mo
 model.compile(backend="attnpatch")              # the same engine as a torch.compile backend
 gm, report = attnpatch.rewrite(gm, inputs)      # the pass alone
 print(attnpatch.report(model))
+attnpatch.patch(model, cache="buffered")        # appends in place, one graph for all lengths: attnpatch.BufferedCache
 attnpatch.patch(model, cache="tbq4")            # keys and values in 4 bits, see attnpatch.TBQ4Cache
 cache = attnpatch.PagedCache(model.config, 512)  # for model.generate(..., past_key_values=cache)
 """
@@ -18,6 +19,7 @@ from attnpatch.reporting import Report, SiteReport
 from attnpatch.rewriting import rewrite
 
 if TYPE_CHECKING:
+    from attnpatch.caches.buffered import BufferedCache as BufferedCache
     from attnpatch.caches.paged import PagedCache as PagedCache
     from attnpatch.caches.tbq4 import TBQ4Cache as TBQ4Cache
 
@@ -37,7 +39,11 @@ __all__ = [
 ]
 
 
-_CACHES = {"PagedCache": "attnpatch.caches.paged", "TBQ4Cache": "attnpatch.caches.tbq4"}
+_CACHES = {
+    "BufferedCache": "attnpatch.caches.buffered",
+    "PagedCache": "attnpatch.caches.paged",
+    "TBQ4Cache": "attnpatch.caches.tbq4",
+}
 
 
 def __getattr__(name: str) -> Any:

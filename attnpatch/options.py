@@ -25,7 +25,8 @@ class Options:
         batch_invariant: the result of a sequence does not depend, to the bit, on the others of its batch: splits of
             K have one size, whatever else runs beside it.
         rest: who runs the rest of the graph: "eager" starts fast, "inductor" compiles it.
-        cache: for ``patch`` alone: "tbq4" gives calls that bring no cache of their own an ``attnpatch.TBQ4Cache``.
+        cache: for ``patch`` alone: calls that bring no cache of their own get an ``attnpatch.BufferedCache``
+            ("buffered") or an ``attnpatch.TBQ4Cache`` ("tbq4").
         log_level: of the logger "attnpatch": "debug", "info", "warning" or "error" (env ``ATTNPATCH_LOG``).
         inductor: options that go to Inductor as they are.
     """
@@ -44,8 +45,8 @@ class Options:
             raise ValueError(f"batch_invariant={self.batch_invariant!r} is neither True nor False")
         if self.rest not in ("eager", "inductor"):
             raise ValueError(f"rest={self.rest!r} is neither 'eager' nor 'inductor'")
-        if self.cache not in (None, "tbq4"):
-            raise ValueError(f"cache={self.cache!r} is neither 'tbq4' nor None, which leaves the caller's")
+        if self.cache not in (None, "buffered", "tbq4"):
+            raise ValueError(f"cache={self.cache!r} is none of 'buffered', 'tbq4' and None, which leaves the caller's")
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"log_level={self.log_level!r} is none of {', '.join(LOG_LEVELS)}")
         logging.getLogger("attnpatch").setLevel(self.log_level.upper())

@@ -62,7 +62,7 @@ class Patched:
     ) -> None:
         self.module, self.options, self.collector, self.previous = module, options, collector, previous
         self.names = [name for name, _ in root.named_modules()]
-        self.choose_cache = _cache_choice(module) if options.cache else None
+        self.choose_cache = _cache_choice(module, options.cache) if options.cache else None
         self.compiled = torch.compile(_own_code(next(_serial)), backend=self._backend, **_limit_argument())
 
     def _backend(self, gm: torch.fx.GraphModule, example_inputs: Any, **_: Any) -> Callable[..., Any]:
@@ -130,10 +130,10 @@ class Patched:
             raise AttentionNotPatched([f"{kind} at {place}"])
 
 
-def _cache_choice(module: nn.Module) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def _cache_choice(module: nn.Module, name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     from attnpatch.caches.choosing import CacheChoice  # needs transformers
 
-    return CacheChoice(module)
+    return CacheChoice(module, name)
 
 
 def _graph_breaks() -> dict[str, int]:

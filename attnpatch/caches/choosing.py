@@ -1,4 +1,4 @@
-"""``patch(model, cache="tbq4")``: which cache a call of the model gets."""
+"""``patch(model, cache="buffered")`` and ``"tbq4"``: which cache a call of the model gets."""
 
 from __future__ import annotations
 
@@ -9,42 +9,48 @@ from typing import Any
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 
+from attnpatch.caches.buffered import BufferedCache
 from attnpatch.caches.tbq4 import TBQ4Cache
 
 log = logging.getLogger("attnpatch")
 
+CACHES = {"buffered": BufferedCache, "tbq4": TBQ4Cache}
+"""By the option's value."""
+
 
 class CacheChoice:
-    """Gives a TBQ4Cache to calls that bring no cache of their own.
+    """Gives a cache to calls that bring none of their own.
 
     Args:
         model: of transformers, one that generates.
+        name: of CACHES.
 
     Raises:
-        ValueError: the model does not generate, or what :class:`TBQ4Cache` raises.
+        ValueError: the model does not generate, or what the cache raises.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, name: str) -> None:
         can_generate = getattr(model, "can_generate", None)
         if can_generate is None or not can_generate():
             raise ValueError(
-                f'cache="tbq4" is for models of transformers that have generate(); {type(model).__name__} has none'
+                f'cache="{name}" is for models of transformers that have generate(); {type(model).__name__} has none'
             )
-        TBQ4Cache(model)
+        self.kind, self.option = CACHES[name], name
+        self.kind(model)
         self.model, self.left_alone = model, False
         names = inspect.signature(model.forward).parameters
-        self.name = "cache" if "cache" in names else "past_key_values"
+        self.argument = "cache" if "cache" in names else "past_key_values"
 
     def __call__(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """A forward's arguments, with a TBQ4Cache where they bring none, or an empty one as ``generate`` makes it."""
+        """A forward's arguments, with a cache where they bring none, or an empty one as ``generate`` makes it."""
         given = next((x for x in arguments.values() if isinstance(x, Cache)), None)
         if given is None:
-            return {**arguments, self.name: TBQ4Cache(self.model)} if self._caches(arguments) else arguments
+            return {**arguments, self.argument: self.kind(self.model)} if self._caches(arguments) else arguments
         if type(given) is DynamicCache and not given.offloading and given.get_seq_length() == 0:
-            TBQ4Cache.take_over(given, self.model)
-        elif not isinstance(given, TBQ4Cache) and not self.left_alone:
+            self.kind.take_over(given, self.model)
+        elif not isinstance(given, self.kind) and not self.left_alone:
             self.left_alone = True
-            log.warning('cache="tbq4" leaves a %s of the caller as it is', type(given).__name__)
+            log.warning('cache="%s" leaves a %s of the caller as it is', self.option, type(given).__name__)
         return arguments
 
     def _caches(self, arguments: dict[str, Any]) -> bool:

@@ -149,7 +149,7 @@ def _compared(model: nn.Module, cache: Any, errors: dict[int, _Error]) -> Iterat
     """While open, each attention runs once more, on ``cache``; ``errors`` by layer grow."""
     with ExitStack() as stack:
         for module in _attentions(model):
-            if module.layer_idx in cache.packed:
+            if module.layer_idx in cache.buffered:
                 hook = _comparison(cache, errors.setdefault(module.layer_idx, _Error()))
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         yield

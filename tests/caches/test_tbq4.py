@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicCache
 
 import attnpatch
 from attnpatch import tbq4
-from attnpatch.caches import packed
+from attnpatch.caches import layers
 from attnpatch.caches.tbq4 import TBQ4Cache
 from tests.caches.simulated import simulated_cache
 
@@ -210,7 +210,7 @@ def test_reset(model):
 
 def test_growth(model, monkeypatch):
     """From 16 to 32 tokens and on; what is stored moves along."""
-    monkeypatch.setattr(packed, "FIRST_CAPACITY", 16)
+    monkeypatch.setattr(layers, "FIRST_CAPACITY", 16)
     caches, capacities = (TBQ4Cache(model), simulated_cache(model)), []
     for length in (15, 1, 1, 3, 40):
         torch.testing.assert_close(*(logits(model, ids_of(length), cache) for cache in caches))
@@ -220,7 +220,7 @@ def test_growth(model, monkeypatch):
 
 def test_norms_of_a_block_lie_side_by_side(model_with, run, monkeypatch):
     """Also after what gives a cache other tensors: kernels then load them without waiting."""
-    monkeypatch.setattr(packed, "FIRST_CAPACITY", 16)
+    monkeypatch.setattr(layers, "FIRST_CAPACITY", 16)
     model = model_with(head_dim=24)  # blocks of 16 and 8
     cache = TBQ4Cache(model)
     first = torch.tensor([0])
@@ -344,7 +344,7 @@ def test_linear_attention_is_left_to_transformers(run):
     cache = TBQ4Cache(model)
     assert torch.equal(run(model, cache), run(model, simulated_cache(model)))
     kinds = [type(layer).__name__ for layer in cache.layers]
-    assert kinds == ["LinearAttentionLayer"] * 3 + ["PackedLayer"]
+    assert kinds == ["LinearAttentionLayer"] * 3 + ["BufferedLayer"]
 
 
 def test_centred_keys_keep_what_a_constant_hides(model_with):
@@ -382,7 +382,7 @@ def test_models_that_do_not_fit():
 
     with pytest.raises(ValueError, match="t5 has an encoder"):
         TBQ4Cache(T5Config())
-    with pytest.raises(ValueError, match="nothing to pack in mistral: its layers are sliding_attention"):
+    with pytest.raises(ValueError, match="TBQ4Cache has nothing to keep of mistral: its layers are sliding_attention"):
         TBQ4Cache(MistralConfig(sliding_window=8))
     with pytest.raises(ValueError, match="falcon_h1 has hybrid, whose caches hold something else"):
         TBQ4Cache(FalconH1Config())

@@ -8,7 +8,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 import attnpatch
 from attnpatch import patching
-from attnpatch.caches import packed
+from attnpatch.caches import layers
 from attnpatch.caches.paged import PagedCache
 from attnpatch.caches.tbq4 import TBQ4Cache
 from attnpatch.graph import op
@@ -63,7 +63,7 @@ def test_graphs_while_there_is_room(model, run, graphs):
 
 def test_graphs_while_buffers_grow(model, run, graphs, monkeypatch):
     """From 16 tokens to 128: at most two graphs for prefill and two for decode."""
-    monkeypatch.setattr(packed, "FIRST_CAPACITY", 16)
+    monkeypatch.setattr(layers, "FIRST_CAPACITY", 16)
     expected = run(model, simulated_cache(model), length=12, max_new_tokens=60)
     attnpatch.patch(model, strict=True)
     assert torch.equal(run(model, TBQ4Cache(model), length=12, max_new_tokens=60), expected)
@@ -80,7 +80,7 @@ def addresses(cache):
 
 
 def test_addresses_stay_between_growths(model, prompt, monkeypatch):
-    monkeypatch.setattr(packed, "FIRST_CAPACITY", 16)
+    monkeypatch.setattr(layers, "FIRST_CAPACITY", 16)
     attnpatch.patch(model, strict=True)
     cache = TBQ4Cache(model)
     places = []
@@ -311,7 +311,7 @@ def messages(caplog):
 
 @pytest.mark.parametrize(("make", "name"), LEFT_ALONE.values(), ids=LEFT_ALONE)
 def test_a_cache_of_the_caller_stays(model, make, name, caplog):
-    choose = patching._cache_choice(model)
+    choose = patching._cache_choice(model, "tbq4")
     given = make(model)
     with caplog.at_level(logging.WARNING, "attnpatch"):
         for _ in range(2):
@@ -337,13 +337,13 @@ def test_models_that_have_no_use_for_it(model_with):
         attnpatch.patch(model_with().model, cache="tbq4")
     with torch.device("meta"):
         mistral = MistralForCausalLM(MistralConfig(num_hidden_layers=1, sliding_window=8, vocab_size=8))
-    with pytest.raises(ValueError, match="nothing to pack in mistral"):
+    with pytest.raises(ValueError, match="nothing to keep of mistral"):
         attnpatch.patch(mistral, cache="tbq4")
     attnpatch.patch(mistral)  # was not patched
 
 
 def test_the_option(model):
-    with pytest.raises(ValueError, match="cache='paged' is neither 'tbq4' nor None"):
+    with pytest.raises(ValueError, match="cache='paged' is none of 'buffered', 'tbq4' and None"):
         attnpatch.patch(model, cache="paged")
     gm = torch.fx.symbolic_trace(torch.nn.Identity())
     with pytest.raises(ValueError, match=r"cache='tbq4' is an option of attnpatch.patch\(model\)"):

@@ -101,7 +101,7 @@ class Tokens:
             self.position.fill_(self.length)
 
 
-class PackedLayer(CacheLayerMixin):
+class BufferedLayer(CacheLayerMixin):
     """One layer's buffers.
 
     Args:
@@ -145,7 +145,7 @@ class PackedLayer(CacheLayerMixin):
         self.device, self.is_initialized = key_states.device, True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write to the buffers, which have room; see :meth:`attnpatch.TBQ4Cache.update`."""
+        """Write to the buffers, which have room; see :meth:`attnpatch.BufferedCache.update`."""
         tokens = self.tokens
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

@@ -1,0 +1,202 @@
+"""A transformers cache that appends in place to buffers which grow.
+
+Buffers grow on the host before a forward, never inside a graph: a compiled forward sees buffers of one capacity and
+the number of tokens stored, on the device. It compiles again only when the capacity changes, which doubles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter, tree_map_only
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
+
+from attnpatch.caches.forward import inputs_of, takes_padded_keys, with_padded_mask
+from attnpatch.caches.layers import BufferedLayer, Tokens
+
+BOUNDED = ("sliding_attention", "chunked_attention")
+"""Layers that keep a window of tokens, as transformers does."""
+
+WITHOUT_KEYS = ("linear_attention", "conv", "moe", "mlp")
+"""Layers without keys and values, left to transformers."""
+
+
+class BufferedCache(Cache):
+    """Keys and values of full attention layers in buffers that new tokens are written into, others as in transformers.
+
+    Use it like transformers' own caches: ``model.generate(**inputs, past_key_values=cache)``, or let every call make
+    one, ``attnpatch.patch(model, cache="buffered")``. A DynamicCache copies all it holds for every token; here only the
+    token is written, addresses stay while there is room, and a decode step has one graph for all lengths up to it.
+    Gradients reach the tokens of the same forward, not those stored before. Compiled by other means than
+    :func:`attnpatch.patch`, a forward breaks its graph at each layer.
+
+    Args:
+        model: a decoder of transformers, or its config.
+        max_cache_len: tokens that there is room for from the start, and not more; None = room for 256, which doubles.
+
+    Raises:
+        ValueError: the model has no full attention layers, or layers of another kind, or ``max_cache_len`` is none.
+    """
+
+    def __init__(self, model: Any, max_cache_len: int | None = None) -> None:
+        if max_cache_len is not None and max_cache_len < 1:
+            raise ValueError(f"max_cache_len={max_cache_len} is no number of tokens; None lets the cache grow")
+        self.tokens = Tokens(max_cache_len)
+        self.layer_types, self.layer_arguments = _layer_types(getattr(model, "config", model), type(self).__name__)
+        self.buffered = [i for i, kind in enumerate(self.layer_types) if kind == "full_attention"]
+        super().__init__(layers=self._empty_layers())
+
+    def _empty_layers(self) -> list[Any]:
+        return [self._empty_layer(i, kind) for i, kind in enumerate(self.layer_types)]
+
+    def _empty_layer(self, index: int, kind: str) -> Any:
+        if kind != "full_attention":
+            return DYNAMIC_LAYER_TYPE_MAPPING[kind](**self.layer_arguments)
+        return BufferedLayer(index, self.tokens, *self._formats(index))
+
+    def _formats(self, index: int) -> tuple[str, str, bool]:
+        """How a layer of full attention keeps K and V, and whether K without its mean; see BufferedLayer."""
+        return "dense", "dense", False
+
+    @classmethod
+    def take_over(cls, cache: Cache, model: nn.Module) -> None:
+        """Turn an empty cache of the model into one of this class, for everyone who holds it."""
+        recording = any(getattr(layer, "record_past", False) for layer in cache.layers)
+        cache.__class__ = cls
+        cls.__init__(cache, model)
+        if recording:
+            cache.activate_past_recording()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors of all layers, room for tokens to come included."""
+        tensors = (x for layer in self.layers for x in tree_iter(vars(layer)) if isinstance(x, Tensor))
+        return sum(x.numel() * x.element_size() for x in tensors)
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences held; -1 if none is."""
+        keys = self.layers[self.buffered[0]].keys
+        return -1 if keys is None else keys.shape[0]
+
+    def before_forward(self, model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Make room for a forward of the model, and fit its mask to what :meth:`update` will return.
+
+        Args:
+            model: a model that transformers does not run on a static cache gets keys of their true length, and so a
+                graph that depends on it; so does one that returns its attention weights.
+            arguments: of the model's forward, by name.
+
+        Returns:
+            The arguments to call the model with.
+
+        Raises:
+            ValueError: the cache holds another number of sequences, or has no room, or ``arguments`` name no input.
+        """
+        inputs, tokens = inputs_of(arguments, type(self).__name__), self.tokens
+        self._begin(inputs.shape[0], inputs.shape[1], inputs.device)
+        tokens.hooked = True
+        tokens.padded = not tokens.first and takes_padded_keys(model, arguments)
+        if not tokens.padded:
+            return arguments
+        arguments = with_padded_mask(arguments, inputs, tokens.length + tokens.new, tokens.capacity, BOUNDED)
+        mask = arguments["attention_mask"]
+        if isinstance(mask, Tensor) and tokens.capacity == tokens.first_capacity:
+            torch._dynamo.mark_static(mask, mask.dim() - 1)  # not a symbol, though the first forward's was narrower
+        return arguments
+
+    def after_forward(self, stored: bool) -> None:
+        """End what :meth:`before_forward` began; ``stored`` says whether the model ran to its end."""
+        self.tokens.hooked = self.tokens.padded = False
+        if stored:
+            self._commit()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store new keys and values, and return those of the whole sequence.
+
+        Args:
+            key_states: ``[batch, num_kv_heads, new, head_dim]``.
+            value_states: ``[batch, num_kv_heads, new, head_dim_v]``.
+            layer_idx: which layer; a forward visits them in order.
+            *args: ignored, like what other caches take.
+            **kwargs: likewise.
+
+        Returns:
+            Keys and values ``[batch, num_kv_heads, length, head_dim]``. In a patched model they have the buffers' full
+            capacity, and the mask hides what is not stored; of a first forward they are its own.
+
+        Raises:
+            ValueError: heads, dtype, device or batch are not the cache's, or it has no room.
+        """
+        if self.tokens.hooked or layer_idx not in self.buffered:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return self._update_alone(key_states, value_states, layer_idx)
+
+    @torch.compiler.disable(reason="buffers grow outside of graphs: use attnpatch.patch(model)")
+    def _update_alone(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        if layer_idx == self.buffered[0]:
+            self._begin(key_states.shape[0], key_states.shape[2], key_states.device)
+        keys, values = self.layers[layer_idx].update(key_states, value_states)
+        if layer_idx == self.buffered[-1]:
+            self._commit()
+        return keys, values
+
+    def _begin(self, batch: int, new: int, device: torch.device) -> None:
+        tokens, layers = self.tokens, [self.layers[i] for i in self.buffered]
+        if tokens.length and batch != self.batch_size:
+            raise ValueError(
+                f"the cache holds {tokens.length} tokens of {self.batch_size} sequences and was given {batch}; "
+                "reset() it first, or select the rows with batch_select_indices or batch_repeat_interleave"
+            )
+        tokens.begin(new, device)
+        with torch.no_grad(), torch.inference_mode(False):
+            for layer in layers:
+                layer.reset() if tokens.first else layer.grow(tokens.capacity)
+
+    def _commit(self) -> None:
+        self.tokens.length += self.tokens.new
+
+    def reset(self) -> None:
+        """Forget all tokens, and let go of the buffers."""
+        self.tokens.length = 0
+        self.layers = self._empty_layers()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens: ``-n`` removes n, as transformers defines it; n keeps the first n."""
+        super().crop(tokens_to_remove)
+        count, length = int(tokens_to_remove), self.tokens.length
+        if count:
+            self.tokens.length = min(count, length) if count > 0 else max(length + count, 0)
+
+    def to(self, device: torch.device | str) -> BufferedCache:
+        """Move all layers to a device, in place; returns the cache."""
+        for layer in self.layers:
+            vars(layer).update(tree_map_only(Tensor, lambda x: x.to(device), vars(layer)))
+            if getattr(layer, "device", None) is not None:
+                layer.device = torch.device(device)
+        return self
+
+
+def _layer_types(config: Any, name: str) -> tuple[list[str], dict[str, Any]]:
+    """Kinds of the model's layers, and what transformers' own layers are made with."""
+    config = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder:
+        raise ValueError(f"{name} is for decoders; {config.model_type} has an encoder whose keys do not grow")
+    layer_types, arguments = get_layer_types_and_kwargs(config)
+    others = sorted(set(layer_types) - {"full_attention", *BOUNDED, *WITHOUT_KEYS})
+    if others:
+        raise ValueError(
+            f"{name} keeps the keys and values of full attention; {config.model_type} has {', '.join(others)}, "
+            "whose caches hold something else. Leave the model its own cache"
+        )
+    if "full_attention" not in layer_types:
+        kinds = ", ".join(sorted(set(layer_types)))
+        raise ValueError(
+            f"{name} has nothing to keep of {config.model_type}: its layers are {kinds}, which stay as they are. "
+            "Leave the model its own cache"
+        )
+    return list(layer_types), arguments
