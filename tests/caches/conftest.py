@@ -92,3 +92,17 @@ def symbols(gm):
 def fused(model):
     report = attnpatch.report(model)
     return report.summary["fused"], report.summary["refused"], report.gaps
+
+
+def fill_behind(cache, *names):
+    """Fill these buffers of the first layer with NaN behind what is stored, before each forward; what was filled."""
+    before_forward, filled = cache.before_forward, []
+
+    def poisoned(*args):
+        arguments = before_forward(*args)
+        buffers = [getattr(cache.layers[0], name) for name in names]
+        filled.extend(x[:, :, cache.get_seq_length() :].fill_(float("nan")) for x in buffers if x is not None)
+        return arguments
+
+    cache.before_forward = poisoned
+    return filled

@@ -10,7 +10,7 @@ from attnpatch.caches import layers
 from attnpatch.caches.buffered import BufferedCache
 from attnpatch.caches.choosing import CACHES
 from attnpatch.graph import op
-from tests.caches.conftest import LAYERS_AND_MODES, fused, symbols
+from tests.caches.conftest import LAYERS_AND_MODES, fill_behind, fused, symbols
 
 
 @pytest.fixture
@@ -84,16 +84,7 @@ def test_what_is_not_stored_is_not_read(model, run):
     expected = run(model, DynamicCache(config=model.config), max_new_tokens=5)
     attnpatch.patch(model, strict=True)
     cache = BufferedCache(model)
-    step, filled = cache.before_forward, []
-
-    def poisoned(*args):
-        arguments = step(*args)
-        for x in (cache.layers[0].keys, cache.layers[0].values):
-            if x is not None:
-                filled.append(x[:, :, cache.get_seq_length() :].fill_(float("nan")))
-        return arguments
-
-    cache.before_forward = poisoned
+    filled = fill_behind(cache, "keys", "values")
     assert torch.equal(run(model, cache, max_new_tokens=5), expected)
     assert len(filled) == 2 * 4
 

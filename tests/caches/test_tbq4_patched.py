@@ -12,7 +12,7 @@ from attnpatch.caches import layers
 from attnpatch.caches.paged import PagedCache
 from attnpatch.caches.tbq4 import TBQ4Cache
 from attnpatch.graph import op
-from tests.caches.conftest import LAYERS_AND_MODES, fused, symbols
+from tests.caches.conftest import LAYERS_AND_MODES, fill_behind, fused, symbols
 from tests.caches.simulated import simulated_cache
 
 
@@ -109,18 +109,9 @@ def test_what_is_not_stored_is_not_read(model, run):
     expected = run(model, simulated_cache(model), max_new_tokens=5)
     attnpatch.patch(model, strict=True)
     cache = TBQ4Cache(model)
-    step, steps = cache.before_forward, []
-
-    def poisoned(*args):
-        arguments = step(*args)
-        for scale in (cache.layers[0].key_scale, cache.layers[0].value_scale):
-            if scale is not None:
-                steps.append(scale[:, :, cache.get_seq_length() :].fill_(float("nan")))
-        return arguments
-
-    cache.before_forward = poisoned
+    filled = fill_behind(cache, "key_scale", "value_scale")
     assert torch.equal(run(model, cache, max_new_tokens=5), expected)
-    assert len(steps) == 2 * 4
+    assert len(filled) == 2 * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
