@@ -202,6 +202,16 @@ def test_a_long_value_that_no_query_looks_at():
         check(kind(call._replace(q=call.q[:, :, :1].expand(-1, -1, rows, -1).contiguous(), k=k, v=v)))
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_tiles_whose_weights_are_next_to_nothing(rows):
+    """Scores of all keys but the last few lie 85 to 105 below: p is 1e-37, subnormal or 0, and so is its unit."""
+    call = dense(batch=1, num_heads=4, num_kv_heads=1, seqlen_q=rows, q_offset=KEYS - rows, dtype=torch.float16)
+    q = call.q[:, :1, :1].float()
+    below = torch.linspace(85, 105, KEYS, device=CUDA).masked_fill(torch.arange(KEYS, device=CUDA) >= KEYS - 40, 0.0)
+    k = -below[:, None] / call.sm_scale * q / (q * q).sum()
+    check(codes(call._replace(q=q.half().expand_as(call.q).contiguous(), k=k.half())))
+
+
 LAYOUTS = {
     "heads outside": lambda x: x.contiguous(),
     "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
