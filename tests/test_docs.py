@@ -16,7 +16,7 @@ from attnpatch import cli
 from attnpatch.options import OWN_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
-GUIDES = ("docs/index.md", "docs/how-to.md", "README.md")
+GUIDES = ("docs/index.md", "docs/how-to.md", "docs/report.md", "docs/tbq4.md", "README.md")
 
 pytestmark = pytest.mark.skipif(not (ROOT / "mkdocs.yml").exists(), reason="not run from a checkout")
 
