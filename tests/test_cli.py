@@ -174,25 +174,6 @@ def test_results_table_compares_with_both(capsys):
     assert "3.00x" in next(line for line in lines if "decode" in line)
 
 
-@pytest.fixture(scope="module")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved Llama of two layers with random weights and a tokenizer of five words."""
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("tiny")
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
-    words = {word: i for i, word in enumerate(["<unk>", "why", "the", "sky", "blue"])}
-    words_only = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
-    words_only.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words_only, unk_token="<unk>").save_pretrained(path)
-    return path
-
-
 def test_report_command(tiny_llama: Path, tmp_path: Path, capsys):
     path = tmp_path / "report.json"
     arguments = ["report", "--model", str(tiny_llama), "--device", "cpu", "--strict", "--json", str(path)]
