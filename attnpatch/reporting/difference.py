@@ -13,6 +13,7 @@ from rich.text import Text
 
 from attnpatch.attention_call import PHASES
 from attnpatch.reporting.sites import Gap, Key, SiteReport, keys
+from attnpatch.reporting.text import plain
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,7 @@ class Difference:
         return bool(self.changes or self.new_gaps or self.gone_gaps)
 
     def __str__(self) -> str:
-        console = Console(width=118, no_color=True)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip()
+        return plain(self)
 
     def __rich_console__(self, console: Console, options: Any) -> Iterator[Any]:
         if not self:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rich import box
+from rich.console import Console, ConsoleRenderable
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +14,17 @@ from rich.text import Text
 from attnpatch.reporting.advice import for_reason
 from attnpatch.reporting.folding import folded
 from attnpatch.reporting.sites import SiteReport
+
+WIDTH = 118
+"""Of reports as plain text."""
+
+
+def plain(report: ConsoleRenderable) -> str:
+    """What rich prints of a report, without colours."""
+    console = Console(width=WIDTH, no_color=True)
+    with console.capture() as capture:
+        console.print(report)
+    return capture.get().rstrip()
 
 
 def table(sites: Sequence[SiteReport]) -> Table:

@@ -103,10 +103,7 @@ class Report:
         return difference(self.sites, newer.sites, (self.gaps, newer.gaps))
 
     def __str__(self) -> str:
-        console = Console(width=118, no_color=True)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip()
+        return text.plain(self)
 
     def __rich_console__(self, console: Console, options: Any) -> Iterator[Any]:
         if self.sites:
