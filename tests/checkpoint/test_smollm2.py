@@ -163,7 +163,7 @@ def test_prefill_is_faster_than_eager_and_no_slower_than_sdpa(original):
     """2,048 tokens. Neighbouring runs are compared, so that a busy machine slows both sides of a ratio."""
     models = {"eager": original[0]}
     for name in ("sdpa", "attnpatch"):
-        models[name] = measure.load_implementation(name, None, torch.float32, "cpu")
+        models[name] = measure.load_implementation(name, None, None, torch.float32, "cpu")
     ids = torch.randint(0, 49152, (1, 2048), generator=torch.Generator().manual_seed(0))
 
     def seconds(name: str) -> float:
