@@ -18,6 +18,7 @@ import attnpatch.ops  # noqa: F401  (registers the operator)
 from attnpatch import dispatch
 from attnpatch.errors import AttentionNotPatched
 from attnpatch.options import Options, from_compile
+from attnpatch.replaying import Inputs
 from attnpatch.reporting import Collector, GraphRecord
 from attnpatch.rewriter import rewrite_graph
 
@@ -63,7 +64,11 @@ def compile_graph(
     collector.graphs.append(record)
     if refused and options.strict:
         raise AttentionNotPatched(refused)
-    return _counted(_compile_rest(gm, example_inputs, options), record, collector)
+    inputs = Inputs.of(gm.graph, example_inputs)  # before Inductor takes the graph apart
+    function = _compile_rest(gm, example_inputs, options)
+    if options.cuda_graphs:
+        function = collector.replays.step(function, inputs, example_inputs)
+    return _counted(function, record, collector)
 
 
 def _compile_rest(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:

@@ -146,6 +146,11 @@ def recording() -> Iterator[Recording]:
         _current.recording = outer
 
 
+def recorded_phases() -> set[str]:
+    """Phases of the attentions that the recording in progress has seen."""
+    return {d.phase for d in _current.recording.dispatches} if _current.recording else set()
+
+
 def run(call: AttentionCall, names: Sequence[str] = ()) -> Tensor:
     """Run ``call`` on the first of ``names`` that takes it, and record which."""
     backend, dispatch, traffic = planned(_choice, call, tuple(names))

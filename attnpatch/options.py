@@ -25,6 +25,7 @@ class Options:
         batch_invariant: the result of a sequence does not depend, to the bit, on the others of its batch: splits of
             K have one size, whatever else runs beside it.
         rest: who runs the rest of the graph: "eager" starts fast, "inductor" compiles it.
+        cuda_graphs: whether a decode step that repeats is replayed from a CUDA graph.
         cache: for ``patch`` alone: calls that bring no cache of their own get an ``attnpatch.BufferedCache``
             ("buffered") or an ``attnpatch.TBQ4Cache`` ("tbq4").
         log_level: of the logger "attnpatch": "debug", "info", "warning" or "error" (env ``ATTNPATCH_LOG``).
@@ -35,16 +36,22 @@ class Options:
     backends: tuple[str, ...] = field(default_factory=lambda: _split(os.environ.get("ATTNPATCH_BACKENDS", "")))
     batch_invariant: bool = False
     rest: str = "eager"
+    cuda_graphs: bool = False
     cache: str | None = None
     log_level: str = field(default_factory=lambda: os.environ.get("ATTNPATCH_LOG", "warning").lower())
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "backends", check_names(_split(self.backends)))
-        if not isinstance(self.batch_invariant, bool):
-            raise ValueError(f"batch_invariant={self.batch_invariant!r} is neither True nor False")
+        for name in ("batch_invariant", "cuda_graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} is neither True nor False")
         if self.rest not in ("eager", "inductor"):
             raise ValueError(f"rest={self.rest!r} is neither 'eager' nor 'inductor'")
+        if self.cuda_graphs and self.inductor.get("triton.cudagraphs"):
+            raise ValueError(
+                "cuda_graphs=True and Inductor's triton.cudagraphs (of mode='reduce-overhead'): choose one"
+            )
         if self.cache not in (None, "buffered", "tbq4"):
             raise ValueError(f"cache={self.cache!r} is none of 'buffered', 'tbq4' and None, which leaves the caller's")
         if self.log_level not in LOG_LEVELS:

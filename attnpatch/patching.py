@@ -205,6 +205,7 @@ def unpatch(model: Model) -> Model:
         patched = _patch_of(target)
         if patched:
             del target.__dict__["_compiled_call_impl"]
+            patched.collector.replays.release()
             if patched.previous is not None:
                 target._compiled_call_impl = patched.previous
     return model

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from attnpatch.dispatch import Dispatch, Recording, Traffic
+from attnpatch.replaying import Replays
 from attnpatch.rewriter import SiteRecord
 
 log = logging.getLogger("attnpatch")
@@ -75,9 +76,10 @@ class GraphRecord:
 
 
 class Collector:
-    """Every graph compiled for one model (or by the bare backend), and every gap."""
+    """Every graph compiled for one model (or by the bare backend), its captured steps, and every gap."""
 
     def __init__(self) -> None:
         self.graphs: list[GraphRecord] = []
+        self.replays = Replays()
         self.gaps: Counter[tuple[str, str]] = Counter()
         self.runs = 0

@@ -1,0 +1,211 @@
+"""Decode steps replayed from CUDA graphs: the host then starts one graph instead of some hundred kernels.
+
+A call that is like the one before it (the same lengths, and weights and caches at the same addresses) is captured, and
+replayed for as long as calls stay like it. All other inputs are copied into the graph's own before each replay.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph
+
+from attnpatch import dispatch
+from attnpatch.graph import Writes
+
+log = logging.getLogger("attnpatch")
+
+MAX_COPIED = 1 << 20
+"""Bytes of an input that is copied before each replay; a larger one must stay where it is."""
+
+PHASES = frozenset({"decode", "append"})
+"""Steps short enough for the host to be what they wait for. A captured prefill would hold on to its activations."""
+
+Record = Callable[[Callable[..., Any], Sequence[Any], Any], tuple[Callable[[], None], Sequence[Any]]]
+
+
+def record_cuda_graph(
+    function: Callable[..., Any], args: Sequence[Any], pool: Any
+) -> tuple[Callable[[], None], Sequence[Any]]:
+    """Capture ``function(*args)`` without running it: what replays it, and the outputs that a replay fills."""
+    graph = torch.cuda.CUDAGraph()
+    device = next(x.device for x in args if isinstance(x, Tensor))
+    # thread_local: other threads may go on using the device, as streamers and data loaders do
+    with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        outputs = function(*args)
+    return graph.replay, outputs
+
+
+class Inputs(NamedTuple):
+    """Places of a graph's inputs.
+
+    Args:
+        kept: of tensors that are read and written where they lie: parameters, what the graph writes, large ones.
+        copied: of all other tensors.
+        numbers: of lengths and other numbers, which are what they were at the capture.
+    """
+
+    kept: tuple[int, ...]
+    copied: tuple[int, ...]
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, graph: Graph, example_inputs: Sequence[Any]) -> Inputs:
+        """Sort the inputs of a graph of Dynamo's."""
+        writes, found = Writes(graph), cls((), (), ())
+        placeholders = graph.find_nodes(op="placeholder")
+        for i, (node, x) in enumerate(zip(placeholders, example_inputs, strict=True)):
+            if not isinstance(x, Tensor):
+                found = found._replace(numbers=(*found.numbers, i))
+            elif isinstance(x, nn.Parameter) or writes.touches(node) or x.numel() * x.element_size() > MAX_COPIED:
+                found = found._replace(kept=(*found.kept, i))
+            else:
+                found = found._replace(copied=(*found.copied, i))
+        return found
+
+    def key(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """What a call must have in common with the captured one."""
+        shapes = [args[i].shape for i in self.copied]
+        return *[args[i] for i in self.numbers], *[args[i].data_ptr() for i in self.kept], *shapes
+
+
+class Captured:
+    """A captured call.
+
+    Args:
+        key: of the call, see :meth:`Inputs.key`.
+        copies: the graph's own tensors in place of the copied inputs.
+        replay: fills ``outputs``.
+        outputs: the graph's own.
+        kept: inputs that outputs may be views of.
+
+    Raises:
+        ValueError: outputs share memory with each other or with a copy, so that handing out clones would part them.
+    """
+
+    def __init__(
+        self,
+        key: tuple[Any, ...],
+        copies: list[Tensor],
+        replay: Callable[[], None],
+        outputs: Sequence[Any],
+        kept: Sequence[Tensor],
+    ) -> None:
+        self.key, self.copies, self._replay, self._outputs = key, copies, replay, outputs
+        self._owned = _owned(outputs, copies, kept)
+
+    def __call__(self, inputs: list[Tensor]) -> tuple[Any, ...]:
+        """Replay with these values for the copied inputs. The next replay overwrites outputs: callers get clones."""
+        if inputs:
+            torch._foreach_copy_(self.copies, inputs)
+        self._replay()
+        return tuple(x.clone() if owned else x for x, owned in zip(self._outputs, self._owned, strict=True))
+
+
+def _owned(outputs: Sequence[Any], copies: Sequence[Tensor], kept: Sequence[Tensor]) -> list[bool]:
+    """Which outputs lie in the graph's memory, not in that of an input kept where it is."""
+    theirs = {_storage(x) for x in kept}
+    owned = [isinstance(x, Tensor) and _storage(x) not in theirs for x in outputs]
+    storages = [_storage(x) for x, is_owned in zip(outputs, owned, strict=True) if is_owned]
+    if len({*storages, *map(_storage, copies)}) < len(storages) + len({_storage(x) for x in copies}):
+        raise ValueError("outputs share memory with each other or with an input")
+    return owned
+
+
+def _storage(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+class Replays:
+    """The captured steps of one model, in one memory pool."""
+
+    def __init__(self, record: Record = record_cuda_graph, device_type: str = "cuda") -> None:
+        self._record, self.device_type = record, device_type
+        self._pool: Any = None
+        self._steps: list[ReplayedStep] = []
+
+    def step(self, function: Callable[..., Any], inputs: Inputs, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """``function``, replayed where calls repeat; ``function`` itself unless its inputs are on one such device.
+
+        Args:
+            function: runs a graph; takes its inputs and returns a tuple.
+            inputs: where the graph's inputs lie.
+            example_inputs: such inputs.
+        """
+        devices = {x.device for x in example_inputs if isinstance(x, Tensor)}
+        if [device.type for device in devices] != [self.device_type]:
+            return function
+        self._steps.append(ReplayedStep(function, inputs, self))
+        return self._steps[-1]
+
+    def record(self, function: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[[], None], Sequence[Any]]:
+        """Capture a call in the pool of all steps: what is cloned out of one may be overwritten by the next."""
+        if self._pool is None and self.device_type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+        with dispatch.recording():  # a capture is no call
+            return self._record(function, args, self._pool)
+
+    def release(self) -> None:
+        """Let go of all captured steps and their memory."""
+        for step in self._steps:
+            step.release()
+        self._steps.clear()
+
+
+class ReplayedStep:
+    """A graph's callable that replays itself.
+
+    Args:
+        function: runs the graph.
+        inputs: how the graph takes its inputs.
+        replays: captures calls.
+    """
+
+    def __init__(self, function: Callable[..., Any], inputs: Inputs, replays: Replays) -> None:
+        self._function, self._inputs, self._replays = function, inputs, replays
+        self._captured: Captured | None = None
+        self._last: tuple[Any, ...] = ()
+        self._is_refused = False
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: Any) -> Any:
+        """Run or replay the graph. A second thread, and a call that records gradients, runs it."""
+        if self._is_refused or torch.is_grad_enabled() or not self._lock.acquire(blocking=False):
+            return self._function(*args)
+        try:
+            return self._step(args)
+        finally:
+            self._lock.release()
+
+    def _step(self, args: Sequence[Any]) -> Any:
+        key = self._inputs.key(args)
+        is_repeated, self._last = key == self._last, key
+        if self._captured is not None and key == self._captured.key:
+            return self._captured([args[i] for i in self._inputs.copied])
+        result = self._function(*args)
+        if is_repeated and dispatch.recorded_phases() and dispatch.recorded_phases() <= PHASES:
+            self._capture(args, key)
+        return result
+
+    def _capture(self, args: Sequence[Any], key: tuple[Any, ...]) -> None:
+        """Capture the call that just ran, for those that follow. What fails is not tried again."""
+        self._captured, own = None, list(args)
+        try:
+            with torch.inference_mode(False):  # copies outlive the mode of this call
+                for i in self._inputs.copied:
+                    own[i] = args[i].detach().clone()
+            replay, outputs = self._replays.record(self._function, own)
+            copies, kept = ([own[i] for i in places] for places in (self._inputs.copied, self._inputs.kept))
+            self._captured = Captured(key, copies, replay, outputs, kept)
+        except Exception as error:  # of any operator that cannot be captured; the call itself has run
+            self._is_refused = True
+            log.warning("a step is not replayed from a CUDA graph: %s", str(error).splitlines()[0])
+
+    def release(self) -> None:
+        """Forget what was captured; calls run the graph from now on."""
+        self._captured, self._is_refused = None, True

@@ -1,0 +1,257 @@
+"""Steps replayed from CUDA graphs, with a recorder that does on a CPU what a CUDA graph does on a device."""
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from transformers.cache_utils import DynamicCache, StaticCache
+
+import attnpatch
+from attnpatch import dispatch
+from attnpatch.caches import layers
+from attnpatch.caches.buffered import BufferedCache
+from attnpatch.options import from_compile
+from attnpatch.replaying import Inputs, Replays
+from tests.caches.conftest import MODES
+
+
+class Recorder:
+    """Captures as CUDA does: nothing is written while capturing, and a replay reads the tensors captured with."""
+
+    def __init__(self):
+        self.captures = self.replays = 0
+        self.fails_with = None
+
+    def __call__(self, function, args, pool):
+        if self.fails_with:
+            raise RuntimeError(self.fails_with)
+        self.captures += 1
+        before = tree_map_only(Tensor, torch.clone, list(args))
+        outputs = function(*args)
+        for x, old in zip(args, before, strict=True):
+            if isinstance(x, Tensor):
+                with torch.no_grad():
+                    x.copy_(old)
+        for x in outputs:
+            if isinstance(x, Tensor) and x.is_floating_point():
+                x.fill_(torch.nan)
+
+        def replay():
+            self.replays += 1
+            with dispatch.recording():  # no Python of the operator runs in a replay
+                results = function(*args)
+            for x, result in zip(outputs, results, strict=True):
+                if isinstance(x, Tensor):
+                    x.copy_(result)
+
+        return replay, outputs
+
+
+@pytest.fixture
+def recorder():
+    return Recorder()
+
+
+@pytest.fixture
+def patched(model_with, recorder):
+    """A tiny Llama of one layer, patched and replayed."""
+
+    def make(**config):
+        model = attnpatch.patch(model_with(**{"num_hidden_layers": 1, **config}), strict=True, cuda_graphs=True)
+        model._compiled_call_impl.collector.replays = Replays(recorder, "cpu")
+        return model
+
+    return make
+
+
+def calls(model, captured):
+    """How often the model's one site ran, or was replayed, per phase."""
+    (site,) = attnpatch.report(model).sites
+    found = {}
+    for d in site.dispatches:
+        if d.captured is captured:
+            found[d.phase] = found.get(d.phase, 0) + d.calls
+    return found
+
+
+def test_a_decode_is_replayed_from_its_third_step_on(model_with, patched, recorder, run):
+    expected = run(model_with(num_hidden_layers=1), None, max_new_tokens=12)
+    model = patched()
+    assert torch.equal(run(model, BufferedCache(model), max_new_tokens=12), expected)
+    assert (recorder.captures, recorder.replays) == (1, 9)
+    assert calls(model, captured=False) == {"prefill": 1, "decode": 2}
+    assert calls(model, captured=True) == {"decode": 9}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_tokens_are_those_of_the_unpatched_model(model_with, patched, recorder, run, mode):
+    mode = {"max_new_tokens": 14, **mode}
+    expected = run(model_with(num_hidden_layers=1), None, **mode)
+    model = patched()
+    assert torch.equal(run(model, BufferedCache(model), **mode), expected)
+    assert recorder.replays > 0
+
+
+def test_every_new_cache_and_every_growth_is_captured_anew(model_with, patched, recorder, run, monkeypatch):
+    monkeypatch.setattr(layers, "FIRST_CAPACITY", 16)
+    plain, model = model_with(num_hidden_layers=1), patched()
+    for n in (1, 2):
+        expected = run(plain, None, length=12, max_new_tokens=40)
+        assert torch.equal(run(model, BufferedCache(model), length=12, max_new_tokens=40), expected)
+        assert recorder.captures == 3 * n, "capacities of 16, 32 and 64"
+    assert recorder.replays == 2 * (39 - 3 * 2)
+
+
+def test_a_change_of_batch(model_with, patched, recorder, run):
+    plain, model = model_with(num_hidden_layers=1), patched()
+    for n, batch in enumerate((2, 1, 3), start=1):
+        expected = run(plain, None, batch=batch, max_new_tokens=8)
+        assert torch.equal(run(model, BufferedCache(model), batch=batch, max_new_tokens=8), expected)
+        assert (recorder.captures, recorder.replays) == (n, 5 * n)
+
+
+def test_two_conversations_in_turn_are_not_captured_again_and_again(patched, recorder, prompt):
+    model = patched()
+    caches, tokens = (BufferedCache(model), BufferedCache(model)), torch.tensor([[5], [7]])
+    plain = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for cache in (*caches, plain):
+            model(prompt()["input_ids"], past_key_values=cache)
+        for _ in range(3):
+            model(tokens, past_key_values=caches[0])
+        for _ in range(6):
+            found = [model(tokens, past_key_values=cache).logits for cache in caches]
+    assert recorder.captures == 1
+    with torch.no_grad(), attnpatch.patched(attnpatch.unpatch(model)):
+        for _ in range(9):
+            expected = model(tokens, past_key_values=plain).logits
+    torch.testing.assert_close(found[0], expected)
+
+
+def test_lengths_that_change_with_every_step_are_not_captured(model_with, patched, recorder, run):
+    expected = run(model_with(num_hidden_layers=1), None)
+    model = patched()
+    assert torch.equal(run(model, DynamicCache(config=model.config)), expected)
+    assert recorder.captures == 0
+
+
+def test_a_static_cache(model_with, patched, recorder, run):
+    plain, model = model_with(num_hidden_layers=1), patched()
+    expected = run(plain, StaticCache(config=plain.config, max_cache_len=64), max_new_tokens=10)
+    found = run(model, StaticCache(config=model.config, max_cache_len=64), max_new_tokens=10)
+    assert torch.equal(found, expected)
+    assert recorder.replays > 0
+
+
+def test_outputs_of_a_replay_are_the_callers(patched, recorder, prompt):
+    """The next replay does not overwrite them."""
+    model, cache = patched(), None
+    with torch.no_grad():
+        cache = BufferedCache(model)
+        model(prompt()["input_ids"], past_key_values=cache)
+        logits = [model(torch.tensor([[t], [t]]), past_key_values=cache).logits for t in (4, 5, 6, 7)]
+    assert recorder.replays == 2
+    assert not torch.equal(logits[2], logits[3])
+    assert all(x.isfinite().all() for x in logits)
+
+
+def test_gradients_are_not_captured(patched, recorder, prompt):
+    model = patched()
+    for _ in range(3):
+        model(**prompt(), labels=prompt()["input_ids"]).loss.backward()
+    assert recorder.captures == 0
+    assert model.lm_head.weight.grad.isfinite().all()
+
+
+def test_a_prefill_is_not_captured(patched, recorder, prompt):
+    model = patched()
+    with torch.no_grad():
+        for _ in range(4):
+            model(**prompt(), use_cache=False)
+    assert recorder.captures == 0
+    assert calls(model, captured=False) == {"prefill": 4}
+
+
+def test_what_cannot_be_captured_runs_and_is_said_once(model_with, patched, recorder, run, caplog):
+    expected = run(model_with(num_hidden_layers=1), None, max_new_tokens=10)
+    model = patched()
+    recorder.fails_with = "operation not permitted when stream is capturing\nand more"
+    assert torch.equal(run(model, BufferedCache(model), max_new_tokens=10), expected)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "attnpatch"]
+    assert line == "a step is not replayed from a CUDA graph: operation not permitted when stream is capturing"
+    assert calls(model, captured=False) == {"prefill": 1, "decode": 9}
+
+
+def test_unpatch_lets_go_of_captured_steps(patched, run):
+    model = patched()
+    run(model, BufferedCache(model), max_new_tokens=8)
+    replays = model._compiled_call_impl.collector.replays
+    steps = [step for step in replays._steps if step._captured]
+    assert len(steps) == 1
+    attnpatch.unpatch(model)
+    assert steps[0]._captured is None
+    assert replays._steps == []
+
+
+def test_a_second_thread_runs_beside_a_replay(recorder):
+    """It must not overwrite the captured call's inputs."""
+    step = Replays(recorder, "cpu").step(lambda x: (x * 2,), Inputs((), (0,), ()), [torch.ones(2)])
+    seen = []
+    with torch.no_grad(), step._lock:
+        thread = threading.Thread(target=lambda: seen.append(step(torch.full((2,), 4.0))[0].tolist()))
+        thread.start()
+        thread.join(timeout=10)
+    assert seen == [[8.0, 8.0]]
+
+
+def pair(x):
+    y = x + 1
+    return y, y[:1]
+
+
+@pytest.mark.parametrize("function", [pair, lambda x: (x.view(-1),)], ids=["each other", "a copy"])
+def test_outputs_that_share_memory_are_not_parted(recorder, caplog, function):
+    step = Replays(recorder, "cpu").step(lambda x: _decoded(function(x)), Inputs((), (0,), ()), [torch.ones(2)])
+    with torch.no_grad():
+        for n in range(4):
+            with dispatch.recording():
+                x = torch.full((2,), float(n))
+                assert torch.equal(step(x)[0], function(x)[0])
+    assert (recorder.captures, recorder.replays) == (1, 0)
+    assert "outputs share memory with each other or with an input" in caplog.text
+
+
+def _decoded(outputs):
+    """``outputs``, as if an attention had run."""
+    dispatch._current.recording.dispatches.append(dispatch.Dispatch("decode", "cpu.sdpa", ""))
+    return outputs
+
+
+def test_inputs_are_kept_where_they_are_large_written_or_parameters():
+    graph = torch.fx.Graph()
+    tensors = [torch.zeros(4), torch.nn.Parameter(torch.zeros(4)), torch.zeros(4), torch.zeros(1 << 19), 3]
+    nodes = [graph.placeholder(f"x{i}") for i in range(len(tensors))]
+    for node, x in zip(nodes, tensors, strict=True):
+        node.meta["example_value"] = x
+    graph.call_method("add_", (nodes[2], 1))
+    assert Inputs.of(graph, tensors) == Inputs(kept=(1, 2, 3), copied=(0,), numbers=(4,))
+
+
+@pytest.mark.parametrize("device_types", [("meta",), ("cpu", "meta")], ids=str)
+def test_graphs_of_other_devices_are_left_alone(recorder, device_types):
+    function = torch.add
+    inputs = [torch.zeros(2, device=device) for device in device_types]
+    assert Replays(recorder, "cpu").step(function, Inputs((), (), ()), inputs) is function
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_bad_option(model_with, value):
+    with pytest.raises(ValueError, match=f"cuda_graphs={value!r} is neither True nor False"):
+        attnpatch.patch(model_with(), cuda_graphs=value)
+
+
+def test_one_way_to_make_cuda_graphs():
+    with pytest.raises(ValueError, match="cuda_graphs=True beside Inductor's"):
+        from_compile("reduce-overhead", {"cuda_graphs": True})
