@@ -17,6 +17,7 @@ from attnpatch.emitter import Emitter
 from attnpatch.errors import Refused
 from attnpatch.graph import Writes, follow_writes, module_path, place, value
 from attnpatch.inlining import inline_calls
+from attnpatch.mask_words import sentence
 from attnpatch.rule import Rule, Site
 
 
@@ -85,7 +86,7 @@ def _rewrite_site(rule: Rule, node: Node, emitter: Emitter) -> SiteRecord:
     except Refused as refusal:
         return SiteRecord(module, rule.name, str(refusal), where)
     record = _record(site, rule, module, where)
-    record.mask = ", ".join([words(site.terms), *_storage_words(site)])
+    record.mask = sentence(words(site.terms), _storage_words(site))
     emitter.replace(site, writes)
     return record
 

@@ -20,6 +20,7 @@ from torch.fx import Node
 from attnpatch.affine import Affine
 from attnpatch.edges import Chosen, Edge, Floor, Latest, Search, Smallest
 from attnpatch.graph import arg, normal_dim, op, shape, value
+from attnpatch.mask_words import conjunction, disjunction
 from attnpatch.rewrites.expressions import And, AtLeastZero, Const, Equal, FloorDiv, Load, Not, Or, negation
 
 Q, K = Affine({"q": 1}), Affine({"k": 1})
@@ -35,7 +36,7 @@ class Interval:
         first: edge, None for the first key.
         stop: edge, None for the end of K.
         own: what a row's position is, less q, if the run holds it or is empty; None if it may not hold it.
-        word: what such a mask is called.
+        word: what such a mask is called; empty when it hides nothing.
     """
 
     first: Edge | None = None
@@ -86,7 +87,8 @@ def _both(left: Any, right: Any) -> Interval:
             return _guarded(guard.expression, interval(other))
     a, b = interval(left), interval(right)
     first = _joined(Latest, a.first, b.first)
-    return Interval(first, _joined(Smallest, a.stop, b.stop), _same_own(a, b), _words(a, b))
+    words = (_left_word(x, y) or x.word for x, y in ((a, b), (b, a)))
+    return Interval(first, _joined(Smallest, a.stop, b.stop), _same_own(a, b), conjunction(*words))
 
 
 def _guarded(condition: Affine, run: Interval) -> Interval:
@@ -94,7 +96,8 @@ def _guarded(condition: Affine, run: Interval) -> Interval:
     if run.stop is None:
         raise NoInterval
     first = Chosen(condition, Affine() if run.first is None else run.first, BEHIND_EVERY_KEY)
-    return Interval(first, Chosen(condition, run.stop, 0), run.own, run.word)
+    word = run.word if run.word == "blocks" else f"{run.word} in some rows"  # which are in a block, their ids say
+    return Interval(first, Chosen(condition, run.stop, 0), run.own, word)
 
 
 def _either(a: Interval, b: Interval) -> Interval:
@@ -103,7 +106,7 @@ def _either(a: Interval, b: Interval) -> Interval:
         raise NoInterval
     first = None if a.first is None or b.first is None else Smallest(a.first, b.first)
     stop = None if a.stop is None or b.stop is None else Latest(a.stop, b.stop)
-    return Interval(first, stop, _same_own(a, b), _words(a, b, " or "))
+    return Interval(first, stop, _same_own(a, b), disjunction(a.word, b.word))
 
 
 def _joined(kind: Any, a: Edge | None, b: Edge | None) -> Edge | None:
@@ -119,12 +122,20 @@ def _holds(run: Interval, own: Affine) -> bool:
     """Whether ``run`` holds ``q + own``, by itself or as a bound on the left of it."""
     if run.own == own or (run.first is None and run.stop is None):
         return True
+    gap = _gap(run, own)
+    return gap is not None and gap >= 0
+
+
+def _gap(run: Interval, own: Affine) -> int | None:
+    """How far the first key of a run without an end lies to the left of ``q + own``, where that is a number."""
     gap = Q + own - run.first if isinstance(run.first, Affine) and run.stop is None else None
-    return gap is not None and gap.is_constant and gap.constant >= 0
+    return gap.constant if gap is not None and gap.is_constant else None
 
 
-def _words(a: Interval, b: Interval, between: str = ", ") -> str:
-    return between.join(word for word in (a.word, b.word) if word)
+def _left_word(run: Interval, other: Interval) -> str:
+    """``window 5`` for a bound on the left of ``other``'s rows."""
+    gap = None if other.own is None else _gap(run, other.own)
+    return "" if gap is None or gap < 0 else f"window {gap + 1}"
 
 
 def _bound(expression: Affine) -> Interval:
@@ -132,11 +143,22 @@ def _bound(expression: Affine) -> Interval:
     if expression["k"] == -1:  # k <= rest
         rest = expression + K
         causal = rest["q"] == 1
-        word = {0: "prefix", 1: "causal"}.get(rest["q"], "bounded")
+        word = "causal" if causal else _edge_word("prefix", rest + 1, "bounded")
         return Interval(None, rest + 1, rest - Q if causal else None, word)
     if expression["k"] == 1:
-        return Interval(K - expression, None, None, "")
+        return Interval(K - expression, None, None, _edge_word("from", K - expression, "bounded left"))
     raise NoInterval
+
+
+def _edge_word(word: str, edge: Affine, by_row: str) -> str:
+    """``word`` and what the edge is: ``prefix 5``, ``prefix per sequence``; ``by_row`` where it depends on the row."""
+    loads = [i for atom in edge.coefficients if isinstance(atom, Load) for i in atom.indices]
+    if edge["q"] or any(i["q"] for i in loads):
+        return by_row
+    if edge.is_constant:
+        return f"{word} {edge.constant}"
+    per = next((name for variable, name in (("h", "head"), ("b", "sequence")) if any(i[variable] for i in loads)), "")
+    return f"{word} per {per}" if per else word
 
 
 def _equal(left: Any, right: Any) -> Interval:

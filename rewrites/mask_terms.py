@@ -16,6 +16,7 @@ from attnpatch.axes import Axes, Dims, Layout
 from attnpatch.edges import affines, can_load, searched
 from attnpatch.errors import Refused
 from attnpatch.graph import is_one, is_tensor, place, shape, value
+from attnpatch.mask_words import AND, split
 from attnpatch.masking import is_excluding
 from attnpatch.rewrites.expressions import (
     And,
@@ -332,8 +333,8 @@ def _excludes(x: Any, factor: float) -> bool:
     return constant is not None and is_excluding(math.copysign(constant, constant * factor), abs(factor))
 
 
-def words(terms: Terms) -> str:
-    """The mask as a person says it: ``causal, window 4096, padding``."""
+def words(terms: Terms) -> list[str]:
+    """The mask as a person says it: ``causal``, ``window 4096``, ``padding``."""
     said = []
     if terms.window_right == 0:
         said.append("causal")
@@ -342,10 +343,11 @@ def words(terms: Terms) -> str:
         left = "all" if terms.window_left is None else terms.window_left
         right = "all" if terms.window_right is None else terms.window_right
         said.append(f"window {left} left, {right} right")
-    said += [run.word for run in terms.intervals if run.word and run.word not in said]
+    runs = [word for run in terms.intervals for word in split(run.word, AND)]
+    said += [word for word in dict.fromkeys(runs) if word not in said]
     said += ["padding"] if terms.paddings else []
     said += ["ALiBi"] if terms.alibi else []
     for mask in terms.streamed:
         kind = "bias" if mask.kind == "additive" else "mask"
         said.append(f"streamed {kind} [{', '.join(str(s) for s in shape(mask.node))}]")
-    return ", ".join(said) or "none"
+    return said

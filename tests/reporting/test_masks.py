@@ -31,6 +31,15 @@ SQUARES = {
     "chunk 100": lambda q, k: k // 100 == q // 100,
     "causal, chunk 256": lambda q, k: (k <= q) & (k // 256 == q // 256),
     "causal or chunk 300": lambda q, k: (k <= q) | (k // 300 == q // 300),
+    "prefix 300": lambda q, k: (k < 300) & (q >= 0),
+    "causal, from 70": lambda q, k: (k <= q) & (k >= 70),
+    "causal or prefix 500": lambda q, k: (k <= q) | (k < 500),
+    "(causal or prefix 500), chunk 450": lambda q, k: ((k <= q) | (k < 500)) & (k // 450 == q // 450),
+    "causal or (prefix 500 and chunk 450)": lambda q, k: (k <= q) | ((k < 500) & (k // 450 == q // 450)),
+    "(causal and window 100) or chunk 300": lambda q, k: ((k <= q) & (k > q - 100)) | (k // 300 == q // 300),
+    "(causal and (chunk 100 or chunk 130)) or prefix 70 or chunk 90": lambda q, k: (
+        ((k <= q) & ((k // 100 == q // 100) | (k // 130 == q // 130))) | (k < 70) | (k // 90 == q // 90)
+    ),
     "causal, int8 K, TBQ4 V, pages": lambda q, k: k <= q,
     "causal, float8_e4m3fn K": lambda q, k: k <= q,
     "causal, K and V unpacked: a, chunk 3 [b, c]": lambda q, k: k <= q,
@@ -63,6 +72,16 @@ def test_what_the_device_alone_knows_is_named():
     assert picture.kinds == masks.picture("causal").kinds
 
 
+def test_what_is_unknown_in_brackets_is_named_where_it_hides_and_the_whole_where_it_shows():
+    """An unknown alternative may show any key: nothing is drawn of its group. An unknown condition hides some."""
+    narrower = masks.picture("causal or (chunk 300 and padding)")
+    assert narrower.unknown == ["padding"]
+    assert narrower.kinds == masks.picture("causal or chunk 300").kinds
+    wider = masks.picture("chunk 300, (causal or prefix per sequence)")
+    assert wider.unknown == ["(causal or prefix per sequence)"]
+    assert wider.kinds == masks.picture("chunk 300").kinds
+
+
 @pytest.mark.parametrize(
     ("mask", "words"),
     [
@@ -71,9 +90,9 @@ def test_what_the_device_alone_knows_is_named():
         ("prefix", "keys prefix leaves"),
         ("something new", "keys something new leaves"),
         ("causal or blocks", "keys causal or blocks leaves"),
-        ("causal or chunk 5 or chunk 7", "keys causal or chunk 5 or chunk 7 leaves"),
-        ("causal, chunk 5 or chunk 7", "how the terms around 'or' are nested"),
-        ("causal, chunk 5 or prefix", "how the terms around 'or' are nested"),
+        ("causal or (chunk 5 and odd) or blocks", "keys causal or (chunk 5 and odd) or blocks leaves"),
+        ("(prefix and blocks), padding", "keys (prefix and blocks) and padding leaves"),
+        ("chunk 5 in some rows", "keys chunk 5 in some rows leaves"),
     ],
 )
 def test_no_picture(mask, words):
@@ -91,6 +110,15 @@ def test_every_word_says_what_it_means():
         "window 3 left, 5 right",
         "padding",
     ]
+
+
+def test_groups_say_what_they_mean_in_brackets():
+    causal, group = masks.terms("causal, (chunk 5 or (prefix 3 and from 1)), pages")[:2]
+    assert (causal.word, group.word) == ("causal", "(chunk 5 or (prefix 3 and from 1))")
+    assert group.says == (
+        "(a row sees its own chunk of 5 keys; or (the first 3 keys, whatever the row; and keys from number 1 on, "
+        "counted from 0))"
+    )
 
 
 def test_the_words_of_every_measured_family_are_known():

@@ -88,16 +88,36 @@ def test_blocks_look_beyond_a_window():
         row, key = ids[:, None, :, None], ids[:, None, None, :]
         return ((k <= q) & (k > q - 3)) | ((row == key) & (row >= 0))
 
-    check(mask, "causal or blocks", KINDS)
+    check(mask, "(causal and window 3) or blocks", KINDS)
 
 
 def test_prefix_of_each_sequence():
     lengths = torch.tensor([4, 7])
-    check(lambda q, k, n: (k <= q) | (k < n[:, None, None, None]), "causal or prefix", lengths)
+    check(lambda q, k, n: (k <= q) | (k < n[:, None, None, None]), "causal or prefix per sequence", lengths)
 
 
 def test_prefix_of_a_fixed_length():
-    check(lambda q, k: (k <= q) | (k < 5), "causal or prefix")
+    check(lambda q, k: (k <= q) | (k < 5), "causal or prefix 5")
+
+
+NESTED = {
+    "(causal or prefix 5), chunk 4": lambda q, k: ((k <= q) | (k < 5)) & (k // 4 == q // 4),
+    "chunk 4 or (causal and chunk 6)": lambda q, k: (k // 4 == q // 4) | ((k <= q) & (k // 6 == q // 6)),
+    "(causal and window 3) or (causal and chunk 6)": lambda q, k: (
+        ((k <= q) & (k > q - 3)) | ((k <= q) & (k // 6 == q // 6))
+    ),
+    "causal or bounded left": lambda q, k: (k <= q) | (k >= q - 3),
+}
+
+
+@pytest.mark.parametrize("words", NESTED)
+def test_words_say_what_is_nested_in_what(words):
+    check(NESTED[words], words)
+
+
+def test_a_prefix_of_each_row_is_bounded_and_no_prefix():
+    lengths = torch.tensor([3, 4, 4, 5, 5, 5, 7, 8, 9, 10, 11, 12])
+    check(lambda q, k, n: (k < n[:, None]) & (k <= q), "causal, bounded", lengths)
 
 
 def test_two_runs_apart_are_streamed():
@@ -107,7 +127,7 @@ def test_two_runs_apart_are_streamed():
 
 def test_valid_length_of_each_sequence():
     lengths = torch.tensor([12, 7])
-    check(lambda q, k, n: (k < n[:, None, None, None]) & (q >= 0), "prefix", lengths)
+    check(lambda q, k, n: (k < n[:, None, None, None]) & (q >= 0), "prefix per sequence", lengths)
 
 
 @pytest.mark.parametrize("size", [1, 2, 12, 50])
@@ -128,7 +148,7 @@ def test_mask_built_by_vmap():
         over_rows = torch.vmap(over_keys, in_dims=(None, 0, None))
         return torch.vmap(over_rows, in_dims=(0, None, None))(torch.arange(B), q[:, 0], k[0])[:, None]
 
-    check(mask, "causal or blocks", KINDS)
+    check(mask, "(causal and window 3) or blocks", KINDS)
 
 
 def test_chunks_of_one_new_token():
