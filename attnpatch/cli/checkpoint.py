@@ -76,24 +76,69 @@ def load_smollm2(
 def load_checkpoint(
     path: str | None, dtype: torch.dtype, attn_implementation: str, device: str | torch.device
 ) -> tuple[Any, Any]:
-    """Return model and tokenizer of ``path`` (as ``from_pretrained`` takes it); None is SmolLM2."""
+    """Return model and tokenizer of the folder ``path``; None is SmolLM2.
+
+    Raises:
+        OSError: there is no such folder, it is no checkpoint, or its weights cannot be read.
+        ValueError: it holds no causal language model, or no tokenizer.
+    """
     if path is None:
         return load_smollm2(dtype, attn_implementation, device)
     with _progress() as progress, _step(progress, f"loading {path}"):
         return load_directory(path, dtype, attn_implementation, device)
 
 
+def load_model(path: str | None, dtype: torch.dtype, attn_implementation: str, device: str | torch.device) -> Any:
+    """The model alone, as :func:`load_checkpoint` does it: no tokenizer need lie beside it."""
+    if path is None:
+        return load_smollm2(dtype, attn_implementation, device)[0]
+    with _progress() as progress, _step(progress, f"loading {path}"):
+        return _model(path, dtype, attn_implementation, device)
+
+
 def load_directory(
     path: str | Path, dtype: torch.dtype, attn_implementation: str, device: str | torch.device
 ) -> tuple[Any, Any]:
     """``from_pretrained`` for a causal language model and its tokenizer, in silence."""
-    transformers = _transformers()
+    model = _model(path, dtype, attn_implementation, device)
     with _silent():
+        return model, _transformers().AutoTokenizer.from_pretrained(path)
+
+
+def _model(path: str | Path, dtype: torch.dtype, attn_implementation: str, device: str | torch.device) -> Any:
+    transformers = _transformers()
+    _check_folder(Path(path))
+    with _silent(), plain_errors(path):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=attn_implementation
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    return model.to(device).eval(), tokenizer
+    return model.to(device).eval()
+
+
+def _check_folder(path: Path) -> None:
+    """Say what is wrong with a path that is no checkpoint; transformers would look for it on its hub."""
+    if not path.is_dir():
+        what = " is no folder" if path.exists() else ": there is no such folder"
+        raise FileNotFoundError(f"{path}{what}; a checkpoint is a folder with a config.json and weights")
+    if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise FileNotFoundError(f"{path} is no checkpoint: there is no config.json in it")
+
+
+@contextmanager
+def plain_errors(path: str | Path) -> Iterator[None]:
+    """Say of the checkpoint or config at ``path`` in one sentence what transformers and safetensors say otherwise."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(f"{path}: its weights cannot be read: {error}") from None
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):  # which goes on to list some 200 classes
+            raise
+        raise ValueError(
+            f"{path} holds no causal language model; attnpatch.patch(model) in Python takes any nn.Module"
+        ) from None
 
 
 def _exported(progress: Progress) -> Path:

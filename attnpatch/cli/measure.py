@@ -211,13 +211,13 @@ def load(model: str | None, config: str | None, dtype: torch.dtype, attn_impleme
 
     Raises:
         CheckpointMissing: a package or the checkpoint is not installed.
-        OSError: there is no such path.
-        ValueError: the config is of no causal language model.
+        OSError: there is no such path, or no checkpoint there that can be read.
+        ValueError: it is of no causal language model.
     """
-    from attnpatch.cli.checkpoint import CheckpointMissing, load_checkpoint
+    from attnpatch.cli.checkpoint import CheckpointMissing, load_model, plain_errors
 
     if config is None:
-        return load_checkpoint(model, dtype, attn_implementation, device)[0]
+        return load_model(model, dtype, attn_implementation, device)
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
@@ -225,8 +225,9 @@ def load(model: str | None, config: str | None, dtype: torch.dtype, attn_impleme
     if not Path(config).exists():  # transformers would look for it on its hub
         raise FileNotFoundError(f"--config {config}: there is no such file or folder")
     torch.manual_seed(0)
-    found = AutoConfig.from_pretrained(config)
-    made = AutoModelForCausalLM.from_config(found, dtype=dtype, attn_implementation=attn_implementation)
+    with plain_errors(config):
+        found = AutoConfig.from_pretrained(config)
+        made = AutoModelForCausalLM.from_config(found, dtype=dtype, attn_implementation=attn_implementation)
     return made.to(device).eval()
 
 

@@ -1,9 +1,11 @@
 """``attnpatch report`` from the command line."""
 
 import json
+import shutil
 import sys
 
 import pytest
+import torch
 
 from attnpatch import Report
 from attnpatch.cli import main, measure, reporting
@@ -80,6 +82,90 @@ def test_config_with_random_weights(config, tmp_path, capsys):
     report = Report.from_json(tmp_path / "r.json")
     assert [[d.calls for d in site.dispatches] for site in report.sites] == [[1, 2]] * 2
     assert "model.layers.0-1.self_attn" in (tmp_path / "r.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Folder of a saved Llama of two layers, without a tokenizer."""
+    llama = pytest.importorskip("transformers.models.llama")
+    path = tmp_path_factory.mktemp("checkpoint")
+    torch.manual_seed(0)
+    llama.LlamaForCausalLM(llama.LlamaConfig(**TINY)).save_pretrained(path)
+    return path
+
+
+def test_a_checkpoint_without_a_tokenizer(checkpoint, monkeypatch, capsys):
+    """Token ids come from a seed: two runs are given the same, whatever else was drawn before."""
+    assert not list(checkpoint.glob("*token*"))
+    prompts = []
+
+    def stand_in(model, ids, **_):
+        prompts.append(ids.tolist())
+        torch.rand(3)
+
+    llama = pytest.importorskip("transformers.models.llama")
+    monkeypatch.setattr(llama.LlamaForCausalLM, "generate", stand_in)
+    for _ in range(2):
+        assert main(["report", str(checkpoint), "--device", "cpu", "--prompt-tokens", "12"]) == 0
+    assert "ran on 12 token ids drawn with seed 0, no tokenizer needed; then 4 new tokens" in capsys.readouterr().out
+    assert prompts[0] == prompts[1]
+    assert len(set(prompts[0][0])) > 1
+
+
+def nothing(folder, good):
+    """An empty folder."""
+
+
+def no_weights(folder, good):
+    shutil.copy(good / "config.json", folder)
+
+
+def broken_weights(folder, good):
+    no_weights(folder, good)
+    (folder / "model.safetensors").write_bytes(b"x" * 100)
+
+
+def broken_config(folder, good):
+    (folder / "config.json").write_text("{")
+
+
+def another_kind(folder, good):
+    (folder / "config.json").write_text('{"model_type": "vit"}')
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (nothing, "is no checkpoint: there is no config.json in it"),
+        (no_weights, "no file named model.safetensors"),
+        (broken_weights, "its weights cannot be read: "),
+        (broken_config, "not a valid JSON file"),
+        (another_kind, "holds no causal language model; attnpatch.patch(model) in Python takes any nn.Module"),
+    ],
+)
+def test_what_is_no_checkpoint(make, words, checkpoint, tmp_path, capsys):
+    folder = tmp_path / "it"
+    folder.mkdir()
+    make(folder, checkpoint)
+    assert main(["report", str(folder), "--device", "cpu"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert words in printed
+    assert str(folder) in printed
+
+
+def test_what_is_no_folder(checkpoint, capsys):
+    """Neither is looked for on a hub."""
+    assert main(["report", str(checkpoint / "config.json"), "--device", "cpu"]) == 1
+    assert main(["report", "no-such/model", "--device", "cpu"]) == 1
+    file, name = capsys.readouterr().out.split("\n", 1)
+    assert "config.json is no folder; a checkpoint is a folder with" in file
+    assert "no-such/model: there is no such folder; a checkpoint" in name
+
+
+def test_a_config_of_another_kind(tmp_path, capsys):
+    another_kind(tmp_path, None)
+    assert main(["report", "--config", str(tmp_path), "--device", "cpu"]) == 1
+    assert "holds no causal language model" in " ".join(capsys.readouterr().out.split())
 
 
 def test_strict_prints_the_whole_report_and_exits_with_1(config, tmp_path, capsys):
