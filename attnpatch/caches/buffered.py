@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map_only
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, get_layer_types_and_kwargs
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicCache, get_layer_types_and_kwargs
 
 from attnpatch.caches.forward import inputs_of, takes_padded_keys, with_padded_mask
 from attnpatch.caches.layers import BufferedLayer, Tokens
@@ -23,7 +23,7 @@ WITHOUT_KEYS = ("linear_attention", "conv", "moe", "mlp")
 """Layers without keys and values, left to transformers."""
 
 
-class BufferedCache(Cache):
+class BufferedCache(DynamicCache):
     """Keys and values of full attention layers in buffers that new tokens are written into, others as in transformers.
 
     Use it like transformers' own caches: ``model.generate(**inputs, past_key_values=cache)``, or let every call make
@@ -46,7 +46,7 @@ class BufferedCache(Cache):
         self.tokens = Tokens(max_cache_len)
         self.layer_types, self.layer_arguments = _layer_types(getattr(model, "config", model), type(self).__name__)
         self.buffered = [i for i, kind in enumerate(self.layer_types) if kind == "full_attention"]
-        super().__init__(layers=self._empty_layers())
+        Cache.__init__(self, layers=self._empty_layers())
 
     def _empty_layers(self) -> list[Any]:
         return [self._empty_layer(i, kind) for i, kind in enumerate(self.layer_types)]
@@ -78,8 +78,8 @@ class BufferedCache(Cache):
     @property
     def batch_size(self) -> int:
         """Sequences held; -1 if none is."""
-        keys = self.layers[self.buffered[0]].keys
-        return -1 if keys is None else keys.shape[0]
+        buffers = (self.layers[i].key_buffer for i in self.buffered)
+        return next((x.shape[0] for x in buffers if x is not None), -1)
 
     def before_forward(self, model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
         """Make room for a forward of the model, and fit its mask to what :meth:`update` will return.
@@ -147,7 +147,7 @@ class BufferedCache(Cache):
 
     def _begin(self, batch: int, new: int, device: torch.device) -> None:
         tokens, layers = self.tokens, [self.layers[i] for i in self.buffered]
-        if tokens.length and batch != self.batch_size:
+        if tokens.length and self.batch_size not in (-1, batch):
             raise ValueError(
                 f"the cache holds {tokens.length} tokens of {self.batch_size} sequences and was given {batch}; "
                 "reset() it first, or select the rows with batch_select_indices or batch_repeat_interleave"
@@ -167,8 +167,8 @@ class BufferedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens: ``-n`` removes n, as transformers defines it; n keeps the first n."""
-        super().crop(tokens_to_remove)
-        count, length = int(tokens_to_remove), self.tokens.length
+        count, length = int(tokens_to_remove), self.tokens.length  # generate() gives a tensor, which graphs depend on
+        super().crop(count)
         if count:
             self.tokens.length = min(count, length) if count > 0 else max(length + count, 0)
 

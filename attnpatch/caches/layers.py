@@ -21,11 +21,11 @@ class Format(NamedTuple):
     Args:
         empty: of states ``[batch, num_kv_heads, new, head_dim]`` and a capacity, makes zeroed codes
             ``[batch, num_kv_heads, capacity, ..]`` and their scale, or None where there is none.
-        read: of codes, scale and such states, makes ``[batch, num_kv_heads, capacity, head_dim]`` in their dtype.
+        read: of codes, scale, head_dim and a dtype, makes ``[batch, num_kv_heads, capacity, head_dim]``.
     """
 
     empty: Callable[[Tensor, int], tuple[Tensor, Tensor | None]]
-    read: Callable[[Tensor, Any, Tensor], Tensor]
+    read: Callable[[Tensor, Any, int, torch.dtype], Tensor]
 
 
 _PLANAR = (0, 1, 3, 2)
@@ -57,8 +57,8 @@ def _empty_int8(states: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 
 
 FORMATS = {
-    "tbq4": Format(_empty_tbq4, lambda codes, norms, like: decode(codes, norms, like.shape[3], like.dtype)),
-    "int8": Format(_empty_int8, lambda codes, scale, like: (codes.float() * scale[..., None]).to(like.dtype)),
+    "tbq4": Format(_empty_tbq4, decode),
+    "int8": Format(_empty_int8, lambda codes, scale, _, dtype: (codes.float() * scale[..., None]).to(dtype)),
     "dense": Format(lambda x, capacity: (_zeros(x, capacity, x.shape[3], dtype=x.dtype), None), lambda x, *_: x),
 }
 KEYS, VALUES = ("tbq4", "int8", "dense"), ("tbq4", "dense")
@@ -114,8 +114,8 @@ class BufferedLayer(CacheLayerMixin):
 
     is_croppable = True
     is_sliding = False
-    keys: Any  # tensors, or None in an empty cache
-    values: Any
+    key_buffer: Any  # tensors, or None in an empty cache
+    value_buffer: Any
     key_scale: Tensor | None
     value_scale: Tensor | None
     centre: Tensor | None
@@ -139,10 +139,32 @@ class BufferedLayer(CacheLayerMixin):
                 )
         capacity = self.tokens.capacity
         with torch.inference_mode(False):  # tensors that live longer than one call are never of an inference mode
-            self.keys, self.key_scale = FORMATS[self.formats[0]].empty(key_states, capacity)
-            self.values, self.value_scale = FORMATS[self.formats[1]].empty(value_states, capacity)
+            self.key_buffer, self.key_scale = FORMATS[self.formats[0]].empty(key_states, capacity)
+            self.value_buffer, self.value_scale = FORMATS[self.formats[1]].empty(value_states, capacity)
             self.centre = key_states.detach().mean(dim=2, keepdim=True) if self.centre_keys else None
+        self.dtype, self.head_dims = key_states.dtype, (key_states.shape[3], value_states.shape[3])
         self.device, self.is_initialized = key_states.device, True
+
+    @property
+    def keys(self) -> Tensor | None:
+        """K of the tokens stored, ``[batch, num_kv_heads, length, head_dim]``; None in an empty cache.
+
+        A view, which may be written to; multiplied out, and so a copy, where they are kept in 4 or 8 bits.
+        """
+        return self._read(0, self.tokens.length) if self.is_initialized else None
+
+    @keys.setter
+    def keys(self, states: Tensor | None) -> None:
+        self._overwrite(0, states)
+
+    @property
+    def values(self) -> Tensor | None:
+        """V of the tokens stored, ``[batch, num_kv_heads, length, head_dim_v]``, like :attr:`keys`."""
+        return self._read(1, self.tokens.length) if self.is_initialized else None
+
+    @values.setter
+    def values(self, states: Tensor | None) -> None:
+        self._overwrite(1, states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write to the buffers, which have room; see :meth:`attnpatch.BufferedCache.update`."""
@@ -153,20 +175,24 @@ class BufferedLayer(CacheLayerMixin):
         if position.device != key_states.device:
             position = position.to(key_states.device)
         centred = key_states if self.centre is None else key_states - self.centre
-        cache_write(self.keys, self.values, centred, value_states, position, None, self.key_scale, self.value_scale)
+        cache_write(
+            *(self.key_buffer, self.value_buffer, centred, value_states, position, None),
+            *(self.key_scale, self.value_scale),
+        )
         if tokens.first:
             return key_states, value_states
-        keys = self._read(0, self.keys, self.key_scale, key_states)
-        if self.centre is not None:
-            keys = keys + self.centre
-        values = self._read(1, self.values, self.value_scale, value_states)
+        end = None if tokens.padded else tokens.length + key_states.shape[2]
+        keys, values = self._read(0, end), self._read(1, end)
         return self._attended(0, keys, key_states, position), self._attended(1, values, value_states, position)
 
-    def _read(self, which: int, codes: Tensor, scale: Tensor | None, states: Tensor) -> Tensor:
-        if not self.tokens.padded:
-            end = self.tokens.length + states.shape[2]
+    def _read(self, which: int, end: int | None) -> Tensor:
+        """K (0) or V (1), multiplied out, of the tokens up to ``end``; None = of the whole buffer."""
+        buffers = (self.key_buffer, self.key_scale), (self.value_buffer, self.value_scale)
+        codes, scale = buffers[which]
+        if end is not None:
             codes, scale = codes[:, :, :end], None if scale is None else scale[:, :, :end]
-        return FORMATS[self.formats[which]].read(codes, scale, states)
+        states = FORMATS[self.formats[which]].read(codes, scale, self.head_dims[which], self.dtype)
+        return states if which or self.centre is None else states + self.centre
 
     def _attended(self, which: int, stored: Tensor, new: Tensor, first: Tensor) -> Tensor:
         """What is stored, with ``new`` as it was where it is many tokens, and where gradients must reach it.
@@ -178,6 +204,18 @@ class BufferedLayer(CacheLayerMixin):
             return stored.index_copy(2, first + torch.arange(new.shape[2], device=new.device), new)
         return stored
 
+    def _overwrite(self, which: int, states: Tensor | None) -> None:
+        if states is None:  # transformers' constructor
+            return
+        stored = (self.keys, self.values)[which]
+        if stored is None or self.formats[which] != "dense" or states.shape != stored.shape:
+            raise ValueError(
+                f"layer {self.index} keeps {'KV'[which]} in a buffer: what is assigned must have the shape of what is "
+                f"stored, {stored is not None and list(stored.shape)}, and be kept as it is; got {list(states.shape)}. "
+                "Shorten a cache with crop(-n), or give the model a DynamicCache that holds what you want"
+            )
+        stored.copy_(states)
+
     def get_seq_length(self) -> Any:
         """Tokens stored: an int, or a tensor where graphs serve any length."""
         return self.tokens.position if self.tokens.padded else self.tokens.length
@@ -185,7 +223,7 @@ class BufferedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Width of what :meth:`update` will return, and the position of its first key."""
         if self.tokens.padded:
-            return self.keys.shape[2], 0
+            return self.key_buffer.shape[2], 0
         return self.tokens.length + query_length, 0
 
     def get_max_length(self) -> int:
@@ -194,7 +232,7 @@ class BufferedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Let go of the buffers."""
-        self.keys = self.values = self.key_scale = self.value_scale = self.centre = None
+        self.key_buffer = self.value_buffer = self.key_scale = self.value_scale = self.centre = None
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -74,7 +74,7 @@ def test_addresses_stay_between_growths(model, prompt, monkeypatch):
         for n in (14, 1, 1, 1):
             model(prompt(n)["input_ids"], past_key_values=cache)
             (layer,) = cache.layers
-            places.append([x.data_ptr() for x in (layer.keys, layer.values)])
+            places.append([x.data_ptr() for x in (layer.key_buffer, layer.value_buffer)])
     assert places[0] == places[1] == places[2]
     assert set(places[3]).isdisjoint(places[2])
 
@@ -84,7 +84,7 @@ def test_what_is_not_stored_is_not_read(model, run):
     expected = run(model, DynamicCache(config=model.config), max_new_tokens=5)
     attnpatch.patch(model, strict=True)
     cache = BufferedCache(model)
-    filled = fill_behind(cache, "keys", "values")
+    filled = fill_behind(cache, "key_buffer", "value_buffer")
     assert torch.equal(run(model, cache, max_new_tokens=5), expected)
     assert len(filled) == 2 * 4
 
@@ -96,14 +96,14 @@ def test_layers_with_a_window_stay_bounded(model_with, run):
     cache = BufferedCache(model)
     assert torch.equal(run(model, cache, max_new_tokens=9), expected)
     assert cache.layers[0].keys.shape[2] < 8
-    assert cache.layers[1].keys.shape[2] == 256
+    assert cache.layers[1].key_buffer.shape[2] == 256
 
 
 def test_a_limit(model, run):
     cache = BufferedCache(model, max_cache_len=12)
     with pytest.raises(ValueError, match="the cache holds 12 tokens and was given 1 more; max_cache_len is 12"):
         run(model, cache, max_new_tokens=6)
-    assert cache.layers[0].keys.shape[2] == 12
+    assert cache.layers[0].key_buffer.shape[2] == 12
     with pytest.raises(ValueError, match="max_cache_len=0 is no number of tokens"):
         BufferedCache(model, 0)
 

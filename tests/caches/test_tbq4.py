@@ -62,7 +62,7 @@ def test_formats(model, choice):
 def test_dense_is_exact(model, run, choice):
     cache = TBQ4Cache(model, **choice)
     assert torch.equal(run(model, cache), run(model, DynamicCache(config=model.config)))
-    assert cache.layers[1].keys.dtype == cache.layers[1].values.dtype == torch.float32
+    assert cache.layers[1].key_buffer.dtype == cache.layers[1].value_buffer.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_skip_layers(model_with, run, skip_layers, dense):
     model = model_with(num_hidden_layers=3)
     cache = TBQ4Cache(model, skip_layers=skip_layers)
     assert torch.equal(run(model, cache), run(model, simulated_cache(model, dense)))
-    assert {i for i, layer in enumerate(cache.layers) if layer.keys.dtype != torch.uint8} == dense
+    assert {i for i, layer in enumerate(cache.layers) if layer.key_buffer.dtype != torch.uint8} == dense
 
 
 def test_what_is_stored_is_the_codec(model_with):
@@ -83,8 +83,8 @@ def test_what_is_stored_is_the_codec(model_with):
     logits(model, ids_of(7, 2), dense)
     (layer,), (expected,) = cache.layers, dense.layers
     for stored, states in (
-        ((layer.keys, layer.key_scale), expected.keys),
-        ((layer.values, layer.value_scale), expected.values),
+        ((layer.key_buffer, layer.key_scale), expected.keys),
+        ((layer.value_buffer, layer.value_scale), expected.values),
     ):
         for x, of_codec in zip(stored, tbq4.encode(states), strict=True):
             assert torch.equal(x[:, :, :7], of_codec)
@@ -115,7 +115,9 @@ def test_appends_do_not_depend_on_how_tokens_are_grouped(model, groups):
         got = logits(model, group, cache)
     torch.testing.assert_close(got, expected)
     for layer, other in zip(cache.layers, whole.layers, strict=True):
-        assert (layer.keys != other.keys).float().mean() < 1e-3, "codes at a boundary may differ by rounding"
+        assert (layer.key_buffer != other.key_buffer).float().mean() < 1e-3, (
+            "codes at a boundary may differ by rounding"
+        )
 
 
 def test_assisted_decoding(model_with, run):
@@ -187,9 +189,9 @@ def test_rows_that_stay_as_many_stay_where_they_are(model):
     """A recorded CUDA graph of a beam search keeps its addresses."""
     cache = TBQ4Cache(model)
     logits(model, ids_of(5, 2), cache)
-    places = cache.layers[0].keys.data_ptr(), cache.layers[0].value_scale.data_ptr()
+    places = cache.layers[0].key_buffer.data_ptr(), cache.layers[0].value_scale.data_ptr()
     cache.reorder_cache(torch.tensor([1, 0]))
-    assert (cache.layers[0].keys.data_ptr(), cache.layers[0].value_scale.data_ptr()) == places
+    assert (cache.layers[0].key_buffer.data_ptr(), cache.layers[0].value_scale.data_ptr()) == places
 
 
 def test_crop_to_nothing_begins_anew(model):
@@ -214,7 +216,7 @@ def test_growth(model, monkeypatch):
     caches, capacities = (TBQ4Cache(model), simulated_cache(model)), []
     for length in (15, 1, 1, 3, 40):
         torch.testing.assert_close(*(logits(model, ids_of(length), cache) for cache in caches))
-        capacities.append(caches[0].layers[1].values.shape[2])
+        capacities.append(caches[0].layers[1].value_buffer.shape[2])
     assert capacities == [16, 16, 32, 32, 64]
 
 
@@ -230,14 +232,14 @@ def test_norms_of_a_block_lie_side_by_side(model_with, run, monkeypatch):
         for norms in (cache.layers[1].key_scale, cache.layers[1].value_scale):
             assert norms.shape[3] == 2
             assert (norms.stride(2), norms.stride(3)) == (1, norms.shape[2])
-    assert cache.layers[0].keys.shape[2] == 32
+    assert cache.layers[0].key_buffer.shape[2] == 32
     assert torch.equal(run(model, TBQ4Cache(model)), run(model, simulated_cache(model)))
 
 
 def test_max_cache_len(model):
     cache = TBQ4Cache(model, max_cache_len=7)
     logits(model, ids_of(5), cache)
-    assert (cache.layers[0].keys.shape[2], cache.get_max_length()) == (7, 7)
+    assert (cache.layers[0].key_buffer.shape[2], cache.get_max_length()) == (7, 7)
     with pytest.raises(ValueError, match="holds 5 tokens and was given 3 more; max_cache_len is 7"):
         logits(model, ids_of(3), cache)
     assert cache.get_seq_length() == 5
@@ -320,7 +322,7 @@ def test_layers_with_a_window_stay_dense_and_bounded(model_with, run):
     cache = TBQ4Cache(model)
     options = {"length": 7, "pads": 2, "max_new_tokens": 9}
     assert torch.equal(run(model, cache, **options), run(model, simulated_cache(model), **options))
-    assert (cache.layers[0].keys.dtype, cache.layers[1].keys.dtype) == (torch.uint8, torch.float32)
+    assert (cache.layers[0].key_buffer.dtype, cache.layers[1].keys.dtype) == (torch.uint8, torch.float32)
     assert cache.layers[1].keys.shape[2] == 3
 
 

@@ -75,7 +75,7 @@ def test_graphs_while_buffers_grow(model, run, graphs, monkeypatch):
 
 def addresses(cache):
     (layer,) = cache.layers
-    tensors = layer.keys, layer.key_scale, layer.values, layer.value_scale, cache.tokens.position
+    tensors = layer.key_buffer, layer.key_scale, layer.value_buffer, layer.value_scale, cache.tokens.position
     return [x.data_ptr() for x in tensors]
 
 
@@ -99,7 +99,7 @@ def test_decode_writes_in_place_and_asks_the_host_nothing(model, run, graphs):
     nodes = list(graphs[-1].graph.nodes)
     (write,) = (node for node in nodes if op(node) == "cache_write")
     inputs = [write.args[i] for i in (0, 1, 4, 6, 7)]
-    ends = ["keys", "values", "position", "key_scale", "value_scale"]
+    ends = ["key_buffer", "value_buffer", "position", "key_scale", "value_scale"]
     assert [x.op == "placeholder" and x.name.endswith(end) for x, end in zip(inputs, ends, strict=True)] == [True] * 5
     assert not {"item", "tolist", "nonzero", "index_copy"} & {op(node) for node in nodes}
 
@@ -315,7 +315,7 @@ def test_a_tbq4_cache_of_the_caller_is_used_silently(model, run, caplog):
     attnpatch.patch(model, cache="tbq4")
     cache = TBQ4Cache(model, skip_layers=("first",))
     run(model, cache)
-    assert cache.layers[0].keys.dtype == torch.float32
+    assert cache.layers[0].key_buffer.dtype == torch.float32
     assert messages(caplog) == []
 
 

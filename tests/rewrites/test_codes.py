@@ -660,9 +660,9 @@ def test_a_llama_decodes_on_codes(options, words, graphs):
     assert torch.equal(generate(model, cache), expected)
     (site,) = attnpatch.report(model).sites
     assert site.mask.split(" | ")[-1].endswith(words), site.mask
-    capacity, width = cache.layers[0].keys.shape[2], 16
+    capacity, width = cache.layers[0].key_buffer.shape[2], 16
     whole = [n for n in graphs[-1].graph.nodes if is_tensor(n) and shape(n)[-2:] == (capacity, width)]
-    kept = [n for n in whole if value(n).dtype.is_floating_point and "values" not in n.name]
+    kept = [n for n in whole if value(n).dtype.is_floating_point and "value_buffer" not in n.name]
     assert kept == []
     assert {op(n) for n in graphs[-1].graph.nodes}.isdisjoint(UNPACKS[1:])
 
