@@ -19,6 +19,7 @@ from torch import Tensor
 from attnpatch.attention_call import AttentionCall
 from attnpatch.errors import NoBackend
 from attnpatch.kernels.common.support import planned
+from attnpatch.timing import Watch
 
 BACKEND_MODULES = {
     "cpu.sdpa": "attnpatch.kernels.sdpa.backend",
@@ -120,11 +121,16 @@ class Traffic(NamedTuple):
 
 
 class Recording:
-    """What the attentions of one graph run did, in order of execution."""
+    """What the attentions of one graph run did, in order of execution.
 
-    def __init__(self) -> None:
+    Attributes:
+        watch: how long they took; None unless :func:`timed` asks for it and the run was timed from end to end.
+    """
+
+    def __init__(self, watch: Watch | None = None) -> None:
         self.dispatches: list[Dispatch] = []
         self.traffic: list[Traffic] = []
+        self.watch = watch
 
 
 class _Current(threading.local):
@@ -134,14 +140,35 @@ class _Current(threading.local):
 
 
 _current = _Current()
+_timed = False
+
+
+@contextmanager
+def timed() -> Iterator[None]:
+    """Time what runs inside, on every thread, for ``attnpatch.report``: each attention and the graph run it is in.
+
+    A timed run waits for its device at its beginning and end. Nothing else about it differs; one that a CUDA graph
+    captures or replays is not timed.
+    """
+    global _timed
+    outer, _timed = _timed, True
+    try:
+        yield
+    finally:
+        _timed = outer
 
 
 @contextmanager
 def recording() -> Iterator[Recording]:
     """Record every attention that runs inside."""
-    outer, _current.recording = _current.recording, Recording()
+    outer = _current.recording
+    if outer is not None:
+        outer.watch = None  # what runs inside is none of its own
+    _current.recording = recorded = Recording(Watch() if _timed else None)
     try:
-        yield _current.recording
+        yield recorded
+        if recorded.watch is not None and not recorded.watch.stop():
+            recorded.watch = None
     finally:
         _current.recording = outer
 
@@ -154,10 +181,12 @@ def recorded_phases() -> set[str]:
 def run(call: AttentionCall, names: Sequence[str] = ()) -> Tensor:
     """Run ``call`` on the first of ``names`` that takes it, and record which."""
     backend, dispatch, traffic = planned(_choice, call, tuple(names))
-    if _current.recording is not None:
-        _current.recording.dispatches.append(dispatch)
-        _current.recording.traffic.append(traffic)
-    return backend.run(call)
+    recorded = _current.recording
+    if recorded is None:
+        return backend.run(call)
+    recorded.dispatches.append(dispatch)
+    recorded.traffic.append(traffic)
+    return recorded.watch.attention(backend.run, call) if recorded.watch is not None else backend.run(call)
 
 
 def _choice(call: AttentionCall, names: tuple[str, ...]) -> tuple[Backend, Dispatch, Traffic]:

@@ -13,6 +13,7 @@ from rich.table import Table
 import attnpatch
 from attnpatch.cli.checkpoint import NAME
 from attnpatch.cli.measure import IMPLEMENTATIONS, Measurement, load, measure_in_child
+from attnpatch.reporting import timed
 
 OURS = "attnpatch"
 OTHERS = tuple(name for name in IMPLEMENTATIONS if name != OURS)
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--new-tokens", type=at_least(2), default=4, help="the first is the prefill's; default %(default)s"
     )
+    parser.add_argument("--time", action="store_true", help="run it twice, and time attention in the second run")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when any attention stays unfused")
     parser.add_argument("--backends", nargs="+", default=[], metavar="NAME", help="only these backends, in order")
     parser.add_argument("--json", metavar="FILE", help="write the report as JSON, too")
@@ -105,13 +107,16 @@ def report_of_run(args: argparse.Namespace) -> attnpatch.Report:
     attnpatch.patch(model, **({"backends": args.backends} if args.backends else {}))
     with Console(stderr=True).status("compiling and running"):
         generate_from_random(model, args.prompt_tokens, args.new_tokens)
+        if args.time:
+            with timed():
+                generate_from_random(model, args.prompt_tokens, args.new_tokens)
     return attnpatch.report(model)
 
 
 def how_it_ran(args: argparse.Namespace) -> str:
     """What the model was given."""
     given = f"{args.prompt_tokens:,} token ids drawn with seed {SEED}, no tokenizer needed"
-    return f"ran on {given}; then {args.new_tokens:,} new tokens"
+    return f"ran{' twice' if args.time else ''} on {given}; then {args.new_tokens:,} new tokens"
 
 
 def strict_code(console: Console, report: attnpatch.Report) -> int:

@@ -1,8 +1,9 @@
 """What ran where and why: the data behind ``attnpatch.report``, as a table, a page and a file; docs/report.md."""
 
+from attnpatch.dispatch import timed
 from attnpatch.reporting.difference import Change, Difference
 from attnpatch.reporting.records import Collector, GraphRecord
-from attnpatch.reporting.sites import DispatchReport, Gap, SiteReport
+from attnpatch.reporting.sites import DispatchReport, Gap, PhaseTime, SiteReport
 from attnpatch.reporting.whole import SCHEMA, Report
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "DispatchReport",
     "Gap",
     "GraphRecord",
+    "PhaseTime",
     "Report",
     "SiteReport",
+    "timed",
 ]

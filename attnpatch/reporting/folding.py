@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 from attnpatch.reporting.sites import SiteReport, keys
@@ -11,24 +11,32 @@ from attnpatch.reporting.sites import SiteReport, keys
 
 @dataclass
 class Row:
-    """One or more sites that differ in nothing but numbers of their names.
+    """One or more sites that differ in nothing but numbers of their names, and how long they took.
 
     Attributes:
         label: the name that they share.
-        site: the first of them.
-        count: how many they are.
+        sites: they.
     """
 
     label: str
-    site: SiteReport
-    count: int
+    sites: list[SiteReport]
+
+    @property
+    def site(self) -> SiteReport:
+        """The first of them."""
+        return self.sites[0]
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return len(self.sites)
 
 
 def folded(sites: Sequence[SiteReport]) -> list[Row]:
     """Rows in the order of their first sites; each number in the names is folded in turn, from the left."""
     names = [site.module or "(top level)" for site in sites]
     orders = [key.order for key in keys(names)]
-    rows = [(order, _content(site), Row(name, site, 1)) for name, order, site in zip(names, orders, sites, strict=True)]
+    rows = [(order, _content(site), Row(name, [site])) for name, order, site in zip(names, orders, sites, strict=True)]
     for position in range(max((name.count(".") + 1 for name in names), default=0)):
         groups: dict[object, list[tuple[int, str, Row]]] = {}
         for order, content, row in rows:
@@ -41,7 +49,8 @@ def folded(sites: Sequence[SiteReport]) -> list[Row]:
 
 
 def _content(site: SiteReport) -> str:
-    return repr(asdict(site) | {"module": ""})
+    untimed = [replace(d, timed_calls=0, seconds=None) for d in site.dispatches]
+    return repr(replace(site, module="", dispatches=untimed))
 
 
 def _joined(rows: Sequence[Row], position: int) -> Row:
@@ -49,7 +58,7 @@ def _joined(rows: Sequence[Row], position: int) -> Row:
         return rows[0]
     parts = rows[0].label.split(".")
     parts[position] = ranges(sorted(int(row.label.split(".")[position]) for row in rows))
-    return Row(".".join(parts), rows[0].site, sum(row.count for row in rows))
+    return Row(".".join(parts), [site for row in rows for site in row.sites])
 
 
 def ranges(numbers: Sequence[int]) -> str:

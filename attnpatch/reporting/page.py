@@ -10,8 +10,9 @@ from rich.filesize import decimal
 from attnpatch.attention_call import PHASES
 from attnpatch.reporting import advice, masks
 from attnpatch.reporting.folding import Row, folded
-from attnpatch.reporting.sites import DispatchReport, Gap, SiteReport
+from attnpatch.reporting.sites import DispatchReport, Gap, PhaseTime, SiteReport
 from attnpatch.reporting.style import STYLE
+from attnpatch.reporting.text import milliseconds, percent
 
 SQUARE_PHASES = ("prefill", "append", "varlen")
 """Phases of which a picture of a square prefill says something."""
@@ -19,7 +20,13 @@ SQUARE_PHASES = ("prefill", "append", "varlen")
 _OPEN_TO_PRINT = 'addEventListener("beforeprint", () => document.querySelectorAll("details").forEach(d => d.open = 1))'
 
 
-def html(sites: Sequence[SiteReport], gaps: Sequence[Gap], summary: Mapping[str, int], note: str) -> str:
+def html(
+    sites: Sequence[SiteReport],
+    gaps: Sequence[Gap],
+    summary: Mapping[str, int],
+    note: str,
+    times: Sequence[PhaseTime] = (),
+) -> str:
     """The page: summary, then what is refused or ran past the patch, then the fused sites by layer."""
     rows = folded(sites)
     refused, fused = ([r for r in rows if (r.site.status == "fused") == wanted] for wanted in (False, True))
@@ -29,6 +36,7 @@ def html(sites: Sequence[SiteReport], gaps: Sequence[Gap], summary: Mapping[str,
         f"<p>{escape(note)}</p>" if note else "",
         _section("Refused, and what ran past the patch", _problems(refused, gaps)) if sites or gaps else "",
         _section("By phase", _phases(sites)) if any(site.dispatches for site in sites) else "",
+        _section("Time per phase", _times(sites, times)) if times else "",
         _section("Sites by layer", "".join(map(_site, fused))) if fused else "",
     ]
     head = (
@@ -65,7 +73,7 @@ def _problems(refused: Sequence[Row], gaps: Sequence[Gap]) -> str:
 
 def _refused(row: Row) -> str:
     site = row.site
-    ran = f"<p>Other graphs of the model run it fused:</p>{_dispatches(site)}" if site.dispatches else ""
+    ran = f"<p>Other graphs of the model run it fused:</p>{_dispatches(row)}" if site.dispatches else ""
     body = f"<p>{escape(site.reason)}</p>{_advice(advice.for_reason(site.reason))}{ran}"
     return f'<article class="bad" data-status="refused"><h3>{_title(row)}</h3>{body}</article>\n'
 
@@ -92,6 +100,22 @@ def _phases(sites: Sequence[SiteReport]) -> str:
     return _table(["phase", "backend", "sites", "calls"], rows)
 
 
+def _times(sites: Sequence[SiteReport], times: Sequence[PhaseTime]) -> str:
+    """Phase by phase: how long a run takes, and how much of that each backend's attentions and the rest."""
+    rows = []
+    for time in times:
+        own: dict[str, float] = {}
+        for d in (d for site in sites for d in site.dispatches if d.phase == time.phase and d.seconds is not None):
+            own[d.backend] = own.get(d.backend, 0.0) + (d.seconds or 0.0)
+        parts = {f"attention on {backend}": seconds for backend, seconds in sorted(own.items())}
+        parts |= {"all else": max(0.0, time.seconds - sum(own.values())), "whole run": time.seconds}
+        for what, seconds in parts.items():
+            rows.append([time.phase, what, milliseconds(seconds / time.runs), percent(seconds / time.seconds)])
+    timed = ", ".join(f"{time.runs:,} of {time.phase}" for time in times)
+    table = _table(["phase", "part", "time per run", "share"], rows)
+    return f"<p>Of runs of graphs that hold attention; timed: {escape(timed)}.</p>{table}"
+
+
 def _site(row: Row) -> str:
     """One row of the layers, to be opened: calls by phase, the mask in words and as a picture, bytes."""
     site = row.site
@@ -99,7 +123,7 @@ def _site(row: Row) -> str:
     badges = "".join(f"<span><b>{escape(p)}</b> {escape(b)}</span>" for p, b in ways) or "<span>not run yet</span>"
     shape = f"{site.num_heads} / {site.num_kv_heads} heads x {site.head_dim}, {site.dtype}"
     heading = f"<b>{_title(row)}</b><small>; {escape(shape)}; mask {escape(site.mask)}</small> {badges}"
-    body = _dispatches(site) + _bytes(row) + "".join(_mask(mask) for mask in _drawn(site))
+    body = _dispatches(row) + _bytes(row) + "".join(_mask(mask) for mask in _drawn(site))
     return f'<details data-status="fused"><summary>{heading}</summary>{body}</details>\n'
 
 
@@ -112,12 +136,18 @@ def _ordered(site: SiteReport) -> list[DispatchReport]:
     return sorted(site.dispatches, key=lambda d: PHASES.index(d.phase))
 
 
-def _dispatches(site: SiteReport) -> str:
-    rows = [
-        [d.phase, d.backend, f"{d.calls:,}{' replayed by a CUDA graph' if d.captured else ''}", d.mask, d.reason]
-        for d in _ordered(site)
-    ]
-    return _table(["phase", "backend", "calls", "mask", "why this backend"], rows) if rows else ""
+def _dispatches(row: Row) -> str:
+    """What the calls of each site of a row ran on; their time is the mean over all sites."""
+    alike = list(zip(*map(_ordered, row.sites), strict=True))
+    timed = any(d.timed_calls for group in alike for d in group)
+    header = ["phase", "backend", "calls", *(["time per call"] if timed else []), "mask", "why this backend"]
+    rows = []
+    for group in alike:
+        d, calls, seconds = group[0], sum(d.timed_calls for d in group), sum(d.seconds or 0.0 for d in group)
+        time = milliseconds(seconds / calls) if calls else "not timed"
+        counted = f"{d.calls:,}{' replayed by a CUDA graph' if d.captured else ''}"
+        rows.append([d.phase, d.backend, counted, *([time] if timed else []), d.mask, d.reason])
+    return _table(header, rows) if rows else ""
 
 
 def _bytes(row: Row) -> str:

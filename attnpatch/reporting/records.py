@@ -6,14 +6,30 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from torch import nn
 
 from attnpatch.dispatch import Dispatch, Recording, Traffic
 from attnpatch.replaying import Replays
 from attnpatch.rewriter import SiteRecord
+from attnpatch.timing import Watch
 
 log = logging.getLogger("attnpatch")
+
+
+class Time(NamedTuple):
+    """Calls that were timed, and how many seconds they took in all."""
+
+    calls: int
+    seconds: float
+
+    def plus(self, seconds: float, calls: int = 1) -> Time:
+        """With more calls that took so long in all."""
+        return Time(self.calls + calls, self.seconds + seconds)
+
+
+NO_TIME = Time(0, 0.0)
 
 
 class GraphRecord:
@@ -25,12 +41,16 @@ class GraphRecord:
 
     Attributes:
         runs: how often the fused sites dispatched in one way, replayed by a CUDA graph or not.
+        times: of each fused site, by its place among them and what it dispatched to; of timed runs alone.
+        whole: of timed runs, by each phase that is in them.
     """
 
     def __init__(self, sites: Sequence[SiteRecord], parameters: Iterable[nn.Parameter] = ()) -> None:
         self.sites = list(sites)
         self.fused = [site for site in sites if site.fused]
         self.runs: Counter[tuple[tuple[Dispatch, ...], bool]] = Counter()
+        self.times: dict[tuple[int, Dispatch], Time] = {}
+        self.whole: dict[str, Time] = {}
         self._scores, self._repeats = [0] * len(self.fused), [0] * len(self.fused)
         self._writes_scores = [site.rule != "sdpa_call" for site in self.fused]  # torch's SDPA keeps none
         self._last: tuple[tuple[Dispatch, ...], Sequence[Traffic]] = ((), ())
@@ -60,6 +80,14 @@ class GraphRecord:
         moved = self._last[1]  # one comprehension each: this runs at every step
         self._scores[: len(moved)] = [a + t[0] for a, t in zip(self._scores, moved, strict=False)]
         self._repeats[: len(moved)] = [a + t[1] for a, t in zip(self._repeats, moved, strict=False)]
+        if recorded.watch is not None and recorded.dispatches:
+            self._add_times(recorded.dispatches, recorded.watch)
+
+    def _add_times(self, dispatches: Sequence[Dispatch], watch: Watch) -> None:
+        for key, seconds in zip(enumerate(dispatches), watch.attentions, strict=True):
+            self.times[key] = self.times.get(key, NO_TIME).plus(seconds)
+        for phase in {dispatch.phase for dispatch in dispatches}:
+            self.whole[phase] = self.whole.get(phase, NO_TIME).plus(watch.whole)
 
     def _log_first(self, captured: bool) -> None:
         """One line per site, phase and backend when the graph first runs it so: a reason that names lengths is none."""

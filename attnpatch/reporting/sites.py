@@ -7,14 +7,26 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from attnpatch.attention_call import PHASES
 from attnpatch.dispatch import Dispatch, Traffic
-from attnpatch.reporting.records import GraphRecord
+from attnpatch.reporting.records import NO_TIME, GraphRecord, Time
 from attnpatch.rewriter import SiteRecord
 
 
 @dataclass(frozen=True)
 class DispatchReport:
-    """How often a site ran on a backend in a phase, why on that one, and what its mask was there."""
+    """How often a site ran on a backend in a phase, why on that one, and what its mask was there.
+
+    Attributes:
+        phase: "prefill", "decode", "append", "cross" or "varlen".
+        backend: its dotted name.
+        calls: how often, replays included.
+        captured: whether a CUDA graph replayed these calls.
+        reason: why this backend.
+        mask: in the graph that ran these calls, in words.
+        timed_calls: how many of them were timed.
+        seconds: what those took in all; None when none was timed.
+    """
 
     phase: str
     backend: str
@@ -22,6 +34,8 @@ class DispatchReport:
     captured: bool
     reason: str
     mask: str = ""
+    timed_calls: int = 0
+    seconds: float | None = None
 
 
 @dataclass
@@ -66,6 +80,15 @@ class Gap:
     count: int
 
 
+@dataclass(frozen=True)
+class PhaseTime:
+    """Timed runs of graphs in which a phase ran, and how many seconds they took in all, attention and the rest."""
+
+    phase: str
+    runs: int
+    seconds: float
+
+
 class Key(NamedTuple):
     """The n-th attention of a module: the same one in every graph and in every report."""
 
@@ -93,6 +116,7 @@ def merge(graphs: Sequence[GraphRecord]) -> list[SiteReport]:
     """One SiteReport per attention; the n-th site of a module in each graph is the same attention."""
     merged: dict[Key, SiteReport] = {}
     calls: dict[Key, Counter[_Calls]] = {}
+    times: dict[tuple[Key, _Calls], Time] = {}
     for graph in graphs:
         named = list(zip(keys(site.module or site.place for site in graph.sites), graph.sites, strict=True))
         for key, site in named:
@@ -101,14 +125,36 @@ def merge(graphs: Sequence[GraphRecord]) -> list[SiteReport]:
         for (dispatches, captured), count in graph.runs.items():
             for (key, mask), dispatch in zip(fused, dispatches, strict=False):
                 calls.setdefault(key, Counter())[_Calls(dispatch, captured, mask)] += count
+        for (i, dispatch), time in graph.times.items():
+            key, mask = fused[i]
+            way = key, _Calls(dispatch, False, mask)
+            times[way] = times.get(way, NO_TIME).plus(time.seconds, time.calls)
         for (key, _), traffic in zip(fused, graph.traffic, strict=True):
             _add_traffic(merged[key], traffic)
     for key, counted in calls.items():
-        merged[key].dispatches = [
-            DispatchReport(d.phase, d.backend, n, captured, d.reason, mask)
-            for (d, captured, mask), n in counted.items()
-        ]
+        merged[key].dispatches = [_dispatch(way, n, times.get((key, way), NO_TIME)) for way, n in counted.items()]
     return list(merged.values())
+
+
+def _dispatch(way: _Calls, calls: int, time: Time) -> DispatchReport:
+    d, seconds = way.dispatch, time.seconds if time.calls else None
+    return DispatchReport(d.phase, d.backend, calls, way.captured, d.reason, way.mask, time.calls, seconds)
+
+
+def phase_times(graphs: Sequence[GraphRecord]) -> list[PhaseTime]:
+    """Of all timed runs, in the order of PHASES."""
+    whole: dict[str, Time] = {}
+    for graph in graphs:
+        for phase, time in graph.whole.items():
+            whole[phase] = whole.get(phase, NO_TIME).plus(time.seconds, time.calls)
+    return [PhaseTime(phase, *whole[phase]) for phase in PHASES if phase in whole]
+
+
+def share(rows: Iterable[SiteReport], times: Sequence[PhaseTime], phase: str) -> float | None:
+    """What part of the time of ``phase`` the attentions of ``rows`` took; None when it was not timed."""
+    whole = next((time.seconds for time in times if time.phase == phase), 0.0)
+    own = [d.seconds for row in rows for d in row.dispatches if d.phase == phase and d.seconds is not None]
+    return sum(own) / whole if own and whole else None
 
 
 def _take(merged: dict[Key, SiteReport], key: Key, site: SiteRecord) -> None:

@@ -17,10 +17,13 @@ from attnpatch.reporting import text
 from attnpatch.reporting.difference import Difference, difference
 from attnpatch.reporting.page import html
 from attnpatch.reporting.records import GraphRecord
-from attnpatch.reporting.sites import DispatchReport, Gap, SiteReport, merge
+from attnpatch.reporting.sites import DispatchReport, Gap, PhaseTime, SiteReport, merge, phase_times
 
-SCHEMA = "attnpatch.report/1"
-"""Names the fields of :meth:`Report.to_dict`; docs/report.md lists them. The number rises when one goes or changes."""
+SCHEMA = "attnpatch.report/2"
+"""Names the fields of :meth:`Report.to_dict`; docs/report.md lists them. The number rises with every change of them."""
+
+OLDER = ("attnpatch.report/1",)
+"""What :meth:`Report.from_dict` reads besides: the first had no times."""
 
 
 class Report:
@@ -31,6 +34,7 @@ class Report:
         gaps: what ran past the patch.
         summary: counts of fused and refused sites, graphs compiled, and bytes of K/V and score traffic avoided.
         note: why there is nothing to report, when there is nothing.
+        times: of the phases, when runs were timed (:func:`attnpatch.reporting.timed`); else empty.
     """
 
     def __init__(self, graphs: Sequence[GraphRecord], gaps: Counter[tuple[str, str]], note: str = "") -> None:
@@ -44,6 +48,7 @@ class Report:
             "bytes_avoided": sum(graph.bytes_avoided for graph in graphs),
         }
         self.note = note
+        self.times = phase_times(graphs)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
@@ -53,7 +58,7 @@ class Report:
             ValueError: ``data`` is of another schema, or its fields are not those of SCHEMA.
         """
         schema = data.get("schema") if isinstance(data, Mapping) else None
-        if schema != SCHEMA:
+        if schema not in (SCHEMA, *OLDER):
             raise ValueError(f"schema {schema!r} is not {SCHEMA!r}; write the report again with this attnpatch")
         found = cls([], Counter())
         try:
@@ -61,8 +66,9 @@ class Report:
             found.gaps = [Gap(**gap) for gap in data["gaps"]]
             found.summary = {name: data["summary"][name] for name in found.summary}
             found.note = data["note"]
+            found.times = [PhaseTime(**time) for time in data["times"]] if schema == SCHEMA else []
         except (KeyError, TypeError) as error:
-            raise ValueError(f"not a report of schema {SCHEMA!r}: {error}") from None
+            raise ValueError(f"not a report of schema {schema!r}: {error}") from None
         return found
 
     @classmethod
@@ -85,6 +91,7 @@ class Report:
             "sites": [asdict(site) for site in self.sites],
             "gaps": [asdict(gap) for gap in self.gaps],
             "note": self.note,
+            "times": [asdict(time) for time in self.times],
         }
 
     def to_json(self, path: str | Path) -> None:
@@ -93,7 +100,7 @@ class Report:
 
     def to_html(self, path: str | Path) -> None:
         """Write the report to ``path`` as one page that needs no other file and no network."""
-        Path(path).write_text(html(self.sites, self.gaps, self.summary, self.note), encoding="utf-8")
+        Path(path).write_text(html(self.sites, self.gaps, self.summary, self.note, self.times), encoding="utf-8")
 
     def diff(self, newer: Report) -> Difference:
         """What changed from this report to ``newer``: status, reason, mask and the backend of each phase.
@@ -107,8 +114,9 @@ class Report:
 
     def __rich_console__(self, console: Console, options: Any) -> Iterator[Any]:
         if self.sites:
-            yield text.table(self.sites)
+            yield text.table(self.sites, self.times)
         yield from (Text(f"gap: {gap.kind} at {gap.place} (x{gap.count})") for gap in self.gaps)
+        yield from map(Text, text.time_lines(self.sites, self.times))
         yield self.note or text.summary_line(self.summary)
 
 

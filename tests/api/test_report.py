@@ -25,13 +25,14 @@ def report(tiny, ids):
 
 
 def test_fields(report):
-    assert list(report.to_dict()) == ["schema", "summary", "sites", "gaps", "note"]
+    assert list(report.to_dict()) == ["schema", "summary", "sites", "gaps", "note", "times"]
     assert set(report.summary) == {"fused", "refused", "graphs", "bytes_avoided"}
     site = report.to_dict()["sites"][0]
     names = "module rule status reason mask num_heads num_kv_heads head_dim dtype dispatches"
     names += " kv_bytes_avoided score_bytes_avoided"
     assert list(site) == names.split()
-    assert list(site["dispatches"][0]) == ["phase", "backend", "calls", "captured", "reason", "mask"]
+    fields = ["phase", "backend", "calls", "captured", "reason", "mask", "timed_calls", "seconds"]
+    assert list(site["dispatches"][0]) == fields
 
 
 def test_values(report):

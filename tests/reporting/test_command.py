@@ -1,6 +1,7 @@
 """``attnpatch report`` from the command line."""
 
 import json
+import re
 import shutil
 import sys
 
@@ -110,6 +111,22 @@ def test_a_checkpoint_without_a_tokenizer(checkpoint, monkeypatch, capsys):
     assert "ran on 12 token ids drawn with seed 0, no tokenizer needed; then 4 new tokens" in capsys.readouterr().out
     assert prompts[0] == prompts[1]
     assert len(set(prompts[0][0])) > 1
+
+
+def test_time_is_that_of_a_second_run(checkpoint, tmp_path, capsys):
+    run = ["report", str(checkpoint), "--device", "cpu", "--prompt-tokens", "12", "--new-tokens", "3"]
+    assert main([*run, "--time", "--json", str(tmp_path / "r.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "ran twice on 12 token ids" in printed
+    assert "prefill: cpu.sdpa (2)   prefill " in printed
+    assert re.search(r"decode: \S+ ms per run, of which attention \S+% \(2 timed\)", printed)
+    report = Report.from_json(tmp_path / "r.json")
+    assert [(time.phase, time.runs) for time in report.times] == [("prefill", 1), ("decode", 2)]
+    assert [[(d.calls, d.timed_calls) for d in site.dispatches] for site in report.sites] == [[(2, 1), (4, 2)]] * 2
+    assert all(
+        0 < sum(d.seconds for s in report.sites for d in s.dispatches if d.phase == t.phase) < t.seconds
+        for t in report.times
+    )
 
 
 def nothing(folder, good):
