@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -71,7 +72,11 @@ def op(node: Any) -> str:
     """The canonical name of ``node``'s operation; empty for placeholders, attributes and non-nodes."""
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return ""
-    target = node.target
+    return _name_of(node.target)
+
+
+@lru_cache(maxsize=4096)
+def _name_of(target: Any) -> str:
     if isinstance(target, str):
         name = target
     elif isinstance(target, torch._ops.OpOverload):
@@ -179,10 +184,9 @@ def written_by(node: Node) -> list[Node]:
     """The nodes whose memory ``node`` writes."""
     if node.op not in ("call_function", "call_method"):
         return []
-    schema = _schema(node.target)
-    if schema is not None:
-        outputs = [(i, a) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
-        found = [arg(node, i, a.name) for i, a in outputs]
+    places = _written_arguments(node.target)
+    if places is not None:
+        found = [arg(node, *place) for place in places]
     elif op(node).startswith("triton_kernel_wrapper"):  # a kernel of the user's: may write each of its tensors
         found = [node.kwargs["kwargs"]]
     elif node.kwargs.get("out") is not None:
@@ -192,14 +196,18 @@ def written_by(node: Node) -> list[Node]:
         writes = name in ("setitem", "setattr") or (name.endswith("_") and not name.endswith("__"))
         writes = writes or node.kwargs.get("inplace") is True
         found = [node.args[0]] if writes and node.args else []
-    return [x for x in tree_leaves(found) if isinstance(x, Node)]
+    return [x for x in tree_leaves(found) if isinstance(x, Node)] if found else []
 
 
-def _schema(target: Any) -> Any:
-    """The schema of an operator, by which it says what it writes; None for functions and methods."""
+@lru_cache(maxsize=4096)
+def _written_arguments(target: Any) -> list[tuple[int, str]] | None:
+    """Positions and names of what an operator writes, as its schema says; None for functions and methods."""
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, target.overloads()[0])
-    return target._schema if isinstance(target, torch._ops.OpOverload) else None
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    arguments = enumerate(target._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def root(node: Any) -> Any:
