@@ -1,16 +1,17 @@
-# make demo | test | test-checkpoint | coverage | gpu | lint | bench | docs | dev | wheel | clean
+# make demo | test | test-checkpoint | test-browser | coverage | gpu | lint | bench | docs | dev | wheel | clean
 # Everything but gpu and bench runs in .venv, which is set up on first use and again when the pins change.
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+BROWSER := .venv/.browser
 NEXT := build/transformers-5.24.0
 
 # Waiting OpenMP threads sleep instead of spinning: on a machine shared with other work, 32 tokens of SmolLM2 on two
 # cores took 2.7 to 7.8 s this way, and 12 to 23 s spinning.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-checkpoint coverage gpu bench lint format docs wheel dev clean
+.PHONY: demo test test-checkpoint test-browser coverage gpu bench lint format docs wheel dev clean
 
 demo: $(READY)
 	$(BIN)/python -m attnpatch demo $(ARGS)
@@ -20,6 +21,15 @@ test: $(READY)
 
 test-checkpoint: $(READY)
 	@$(BIN)/python -m pytest -m checkpoint $(ARGS)
+
+# The report in a real browser: Qt WebEngine, 260 MB to download. It is linked with libraries of the system that a
+# machine without a screen may lack: then the tests are skipped, and say which packages to install.
+test-browser: $(BROWSER)
+	@$(BIN)/python -m pytest -m browser -rs tests/reporting $(ARGS)
+
+$(BROWSER): $(READY)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[browser]"
+	touch $@
 
 # Every family on the pinned transformers, then on a newer one, of which the differences are written.
 coverage: $(READY) $(NEXT)
