@@ -37,7 +37,9 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def cell(rows: list[dict[str, Any]], first: list[dict[str, Any]]) -> str:
-    """Times at each clock, and the rate, or the factors over ``first``."""
+    """Times at each clock, and the rate, or the factors over ``first``; of generation, the factor over its floor."""
+    if "floor_ms" in rows[0]:
+        return " / ".join(f"{row['ms']:.1f} ms, x {row['ms'] / row['floor_ms']:.2f} of the floor" for row in rows)
     times = " / ".join(f"{row['ms'] * 1e3:.1f}" if row["ms"] < 1 else f"{row['ms'] * 1e3:.0f}" for row in rows) + " us"
     if rows is first:
         rate = f"{rows[0]['tbps']:.2f} TB/s" if "tbps" in rows[0] else f"{rows[0]['tflops']:.0f} TFLOP/s"

@@ -390,3 +390,31 @@ def test_markdown_has_a_line_per_case_and_a_column_per_implementation(modules):
         "| B1 | 10.0 / 2000 us, 1.00 TB/s | 20.0 / 4000 us; x 2.00 / 2.00 |",
         "| B2 | 10.0 / 2000 us, 1.00 TB/s |  |",
     ]
+
+
+@pytest.mark.parametrize("impl", ["attnpatch.eager-rest", "hf-sdpa"])
+def test_a_row_of_generate(modules, impl):
+    generate = modules.generate
+    row = generate.measure_generate(generate.Case.parse("tiny S24 B2"), impl, new_tokens=6)
+    assert (row["suite"], row["case"], row["impl"]) == ("generate", "tiny S24 B2", impl)
+    assert 0 < row["first_token_s"] < row["fourth_token_s"]
+    assert min(row[name] for name in ("ms", "step_ms", "loop_ms", "floor_ms")) > 0
+    shown = Console(file=io.StringIO(), width=150)
+    shown.print(generate.table([row]))
+    assert impl in shown.file.getvalue()
+    assert modules.as_markdown.table([row])[2].endswith("of the floor |")
+
+
+def test_the_floor_of_a_token(modules):
+    """8.03 billion weights of two bytes, and 2 x 32 layers x 8 heads x 128 channels of two bytes per token."""
+    generate = modules.generate
+    case = generate.Case.parse("8B S65536 B1")
+    weights = torch.nn.Linear(8_030_261_248, 1, bias=False, dtype=torch.bfloat16, device="meta")
+    expected = (8_030_261_248 * 2 + 65536 * 2 * 32 * 8 * 128 * 2) / 4.3e12 * 1e3
+    assert generate.floor_ms(weights, case, 4.3) == pytest.approx(expected)
+    assert expected == pytest.approx(5.7, abs=0.1)
+
+
+def test_a_case_of_generate_that_is_none(modules):
+    with pytest.raises(ValueError, match="case '9B S1 B1' is none like '8B S2048 B1'"):
+        modules.generate.Case.parse("9B S1 B1")

@@ -1,0 +1,297 @@
+"""Suite ``generate``: time per token of ``model.generate()``, a process per model, length and implementation.
+
+TRITON_INTERPRET=0 python benchmarks/generate.py [--cases "8B S2048 B1" ...] [--impls hf-sdpa ...] [--once]
+
+A token's floor is the time to read all weights and the K and V of its context once, as fast as a plain read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from bandwidth import CASES as READS
+from bandwidth import measure_bandwidth
+from harness import DEVICE, environment, write_results
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import attnpatch
+
+MODELS = {
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+    "1B": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+    },
+}
+"""Llama shapes; head_dim is hidden_size / num_attention_heads."""
+
+CASES = [
+    *(f"8B S{length} B1" for length in (2048, 16384, 65536)),
+    *(f"1B S{length} B1" for length in (1024, 8192, 32768)),
+    "8B S4096 B32",
+]
+NEW_TOKENS, STEPS = 256, 32
+READ_TBPS = 4.3
+"""Of a plain read on an H200; measured again in a run on a GPU."""
+
+
+class Implementation(NamedTuple):
+    """One way to generate.
+
+    Args:
+        attention: transformers' name of the attention that is loaded.
+        patch: options of ``attnpatch.patch``, or None.
+        generate: arguments of ``generate()``.
+    """
+
+    attention: str
+    patch: dict[str, Any] | None = None
+    generate: Mapping[str, Any] = MappingProxyType({})
+
+
+BUFFERED = {"cache": "buffered", "cuda_graphs": True, "strict": True}
+IMPLEMENTATIONS = {
+    "attnpatch.eager-rest": Implementation("sdpa", BUFFERED),
+    "attnpatch.inductor-rest": Implementation("sdpa", {**BUFFERED, "rest": "inductor"}),
+    "attnpatch.inductor-rest tbq4": Implementation("sdpa", {**BUFFERED, "rest": "inductor", "cache": "tbq4"}),
+    "hf-eager": Implementation("eager"),
+    "hf-sdpa": Implementation("sdpa"),
+    "hf-sdpa-static-compiled": Implementation("sdpa", None, {"cache_implementation": "static"}),
+}
+
+
+class Case(NamedTuple):
+    """A model, the tokens of its prompts, and how many prompts: ``8B S2048 B1``."""
+
+    name: str
+    sizes: dict[str, Any]
+    seqlen: int
+    batch: int
+
+    @classmethod
+    def parse(cls, name: str) -> Case:
+        """Read a case's name.
+
+        Raises:
+            ValueError: it is no such name.
+        """
+        found = re.fullmatch(rf"({'|'.join(MODELS)}) S(\d+) B(\d+)", name)
+        if found is None:
+            raise ValueError(f"case {name!r} is none like '8B S2048 B1'; models are {', '.join(MODELS)}")
+        return cls(name, MODELS[found[1]], int(found[2]), int(found[3]))
+
+
+def make_model(case: Case, attention: str) -> Any:
+    """A Llama of random weights, in bfloat16 on the device, float32 on a CPU."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**case.sizes, max_position_embeddings=1 << 18, bos_token_id=1, eos_token_id=None)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = LlamaForCausalLM._from_config(config, attn_implementation=attention, dtype=dtype)
+    return model.eval()
+
+
+class Marks:
+    """A stopping criterion that stops nothing and notes the time after each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        self.times.append(now())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    @property
+    def ms_per_token(self) -> float:
+        """Between the first token, which the prefill makes, and the last."""
+        return (self.times[-1] - self.times[0]) / (len(self.times) - 1) * 1e3
+
+
+def now() -> float:
+    """Seconds, when the device has done all it was given."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def run(model: Any, ids: Tensor, new_tokens: int, **options: Any) -> tuple[Marks, Any]:
+    """Generate greedily; the times of its tokens, and what ``generate()`` returned."""
+    marks = Marks()
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        stopping_criteria=[marks],
+        return_dict_in_generate=True,
+        **options,
+    )
+    return marks, output
+
+
+def step_ms(model: Any, cache: Any, batch: int) -> float:
+    """Time of a forward of one token after ``generate()``, without its loop."""
+    token = torch.full((batch, 1), 5, device=DEVICE)
+
+    def forward() -> None:
+        model(token, past_key_values=cache, logits_to_keep=1)
+
+    with torch.inference_mode():
+        return _ms_of(forward)
+
+
+def loop_ms(model: Any, ids: Tensor, new_tokens: int) -> float:
+    """Time per token of ``generate()`` around a forward that computes nothing."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    logits = torch.zeros(ids.shape[0], 1, model.config.vocab_size, device=DEVICE, dtype=model.dtype)
+    installed = model.__dict__.get("_compiled_call_impl")
+    model._compiled_call_impl = lambda *_, **given: CausalLMOutputWithPast(
+        logits=logits, past_key_values=given.get("past_key_values")
+    )
+    try:
+        return run(model, ids[:, -8:], new_tokens)[0].ms_per_token
+    finally:
+        del model._compiled_call_impl
+        if installed is not None:
+            model._compiled_call_impl = installed
+
+
+def _ms_of(function: Callable[[], None]) -> float:
+    for _ in range(4):  # a captured step runs twice before it is replayed
+        function()
+    start = now()
+    for _ in range(STEPS):
+        function()
+    return (now() - start) / STEPS * 1e3
+
+
+def floor_ms(model: nn.Module, case: Case, tbps: float) -> float:
+    """Time to read the weights, and K and V of the prompts, once."""
+    sizes = case.sizes
+    head_dim = sizes["hidden_size"] // sizes["num_attention_heads"]
+    rows = 2 * case.batch * case.seqlen * sizes["num_hidden_layers"] * sizes["num_key_value_heads"]
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    return (weights + rows * head_dim * next(model.parameters()).element_size()) / tbps / 1e9
+
+
+def measure_generate(case: Case, impl: str, tbps: float = READ_TBPS, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
+    """The row of a case and an implementation, in a process that did nothing before."""
+    chosen = IMPLEMENTATIONS[impl]
+    model = make_model(case, chosen.attention)
+    ids = torch.randint(3, case.sizes["vocab_size"], (case.batch, case.seqlen), device=DEVICE)
+    start = now()
+    if chosen.patch is not None:
+        attnpatch.patch(model, **chosen.patch)
+    first, _ = run(model, ids, 6, **chosen.generate)
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    marks, output = run(model, ids, new_tokens, **chosen.generate)
+    peak = torch.cuda.max_memory_allocated() / 1e9 if DEVICE == "cuda" else None
+    row = {
+        "suite": "generate",
+        "case": case.name,
+        "impl": impl,
+        "ms": marks.ms_per_token,
+        "floor_ms": floor_ms(model, case, tbps),
+        "step_ms": None if chosen.generate else step_ms(model, output.past_key_values, case.batch),
+        "first_token_s": first.times[0] - start,
+        "fourth_token_s": first.times[3] - start,
+        "peak_gb": peak,
+    }
+    del output
+    return {**row, "loop_ms": loop_ms(model, ids, new_tokens)}
+
+
+def in_child(case: str, impl: str, tbps: float, new_tokens: int) -> dict[str, Any] | None:
+    """:func:`measure_generate` in a process of its own; None, and the end of what it said, when that fails."""
+    command = [sys.executable, __file__, "--worker", case, impl, str(tbps), str(new_tokens)]
+    child = subprocess.run(command, capture_output=True, text=True, check=False)
+    if child.returncode:
+        print(f"FAILED generate: {case} {impl}\n{child.stderr[-1500:]}", flush=True)
+        return None
+    return dict(json.loads(child.stdout.splitlines()[-1]))
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """A line per case and implementation."""
+    shown = Table(title="generate")
+    for column in ("case", "impl"):
+        shown.add_column(column)
+    columns = {"ms": 2, "floor_ms": 2, "step_ms": 2, "loop_ms": 2, "first_token_s": 1, "fourth_token_s": 1}
+    for column in (*columns, "peak_gb", "x floor"):
+        shown.add_column(column, justify="right")
+    for row in rows:
+        cells = ["" if row[name] is None else f"{row[name]:.{digits}f}" for name, digits in columns.items()]
+        peak = "" if row["peak_gb"] is None else f"{row['peak_gb']:.1f}"
+        shown.add_row(row["case"], row["impl"], *cells, peak, f"{row['ms'] / row['floor_ms']:.2f}")
+    return shown
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=CASES)
+    parser.add_argument("--impls", nargs="+", choices=IMPLEMENTATIONS, default=list(IMPLEMENTATIONS))
+    parser.add_argument("--once", action="store_true", help="measure nothing: a few tokens of each, to fill caches")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--commit", help="default: what git says")
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        case, impl, tbps, new_tokens = options.worker
+        print(json.dumps(measure_generate(Case.parse(case), impl, float(tbps), int(new_tokens))))
+        return
+    if not torch.cuda.is_available():
+        parser.exit(1, "no CUDA device: nothing to measure\n")
+    tbps = max(row["tbps"] for row in measure_bandwidth(READS[0], 1))
+    gc.collect()
+    torch.cuda.empty_cache()  # the children need the memory
+    measure_one = partial(in_child, tbps=tbps, new_tokens=6 if options.once else NEW_TOKENS)
+    found = [measure_one(case, impl) for case in options.cases for impl in options.impls]
+    rows = [row for row in found if row is not None]
+    if not options.once:
+        path = write_results(options.results, environment(options.commit), rows)
+        Console(width=150).print(table(rows), f"written to {path}")
+    sys.exit(len(rows) < len(found))
+
+
+if __name__ == "__main__":
+    main()
