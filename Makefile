@@ -1,4 +1,4 @@
-# make demo | test | test-checkpoint | test-browser | coverage | gpu | lint | bench | docs | dev | wheel | clean
+# make demo | test | test-checkpoint | test-browser | coverage | gpu | lint | bench | bench-generate | docs | dev | wheel | clean
 # Everything but gpu and bench runs in .venv, which is set up on first use and again when the pins change.
 
 PYTHON ?= python3
@@ -11,7 +11,7 @@ NEXT := build/transformers-5.24.0
 # cores took 2.7 to 7.8 s this way, and 12 to 23 s spinning.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test test-checkpoint test-browser coverage gpu bench lint format docs wheel dev clean
+.PHONY: demo test test-checkpoint test-browser coverage gpu bench bench-generate lint format docs wheel dev clean
 
 demo: $(READY)
 	$(BIN)/python -m attnpatch demo $(ARGS)
@@ -59,6 +59,9 @@ gpu:
 bench:
 	-$(ON_GPU) benchmarks/run.py --once $(ARGS)
 	$(ON_GPU) benchmarks/run.py $(ARGS)
+
+bench-generate:
+	$(ON_GPU) benchmarks/generate.py $(ARGS)
 
 # The site of docs/, into site/. The variable silences the theme's notice about the next MkDocs.
 docs: $(READY)
