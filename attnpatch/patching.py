@@ -21,6 +21,7 @@ from torch._dynamo.utils import counters
 
 from attnpatch.backend import COMPILED, compile_graph, log
 from attnpatch.errors import AttentionNotPatched
+from attnpatch.hooked import StandIns, without_hooks
 from attnpatch.options import Options, from_keywords
 from attnpatch.reporting import Collector, Report
 
@@ -64,6 +65,7 @@ class Patched:
         self.names = [name for name, _ in root.named_modules()]
         self.choose_cache = _cache_choice(module, options.cache) if options.cache else None
         self.compiled = torch.compile(_own_code(next(_serial)), backend=self._backend, **_limit_argument())
+        self.stand_ins = StandIns(module)
 
     def _backend(self, gm: torch.fx.GraphModule, example_inputs: Any, **_: Any) -> Callable[..., Any]:
         compiled = compile_graph(gm, example_inputs, self.options, self.collector)
@@ -73,6 +75,7 @@ class Patched:
 
     def _full_name(self, path: str) -> str:
         """The one module of the model whose name ends in ``path``: a graph names modules from where its frame began."""
+        path = without_hooks(path)
         if path in self.names:
             return path
         longer = [name for name in self.names if name.endswith(f".{path}")]
@@ -84,6 +87,7 @@ class Patched:
 
     @torch._dynamo.disable
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self.stand_ins.follow()
         if self.choose_cache:
             args, kwargs = (), self.choose_cache(self._named(args, kwargs))
         cache = next((x for x in (*kwargs.values(), *args) if hasattr(x, "before_forward")), None)
@@ -205,6 +209,7 @@ def unpatch(model: Model) -> Model:
         patched = _patch_of(target)
         if patched:
             del target.__dict__["_compiled_call_impl"]
+            patched.stand_ins.take_off()
             patched.collector.replays.release()
             if patched.previous is not None:
                 target._compiled_call_impl = patched.previous
