@@ -1,6 +1,5 @@
 """Generate with keys and values kept in 4 bits: the cache's bytes beside 16 bit, the text, and the report."""
 
-import importlib.util
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -106,8 +105,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     )
     parser.add_argument("--new-tokens", type=shared.count, default=32, metavar="N", help="default %(default)s")
     args = parser.parse_args(argv)
-    if importlib.util.find_spec("transformers") is None:
-        parser.error("transformers is not installed: pip install 'attnpatch[hf]'")
+    shared.needs(parser, "transformers")
     model, tokenizer, ids = model_and_prompt(args)
     dense = generate(model, ids, args.new_tokens)
     exact = run_float64(model, ids).logits[:, -1]

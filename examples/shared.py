@@ -30,13 +30,21 @@ Runs = dict[str, Callable[[], Any]]
 """Ways to compute the same thing, by name."""
 
 
-def parser(text: str) -> argparse.ArgumentParser:
-    """``--device`` and ``--plot``, which every example has."""
+def parser(text: str, plots: bool = True) -> argparse.ArgumentParser:
+    """``--device``, and ``--plot`` where there is something to draw."""
     made = argparse.ArgumentParser(description=text)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     made.add_argument("--device", type=device, default=default, help="default here: %(default)s")
-    made.add_argument("--plot", type=picture, metavar="FILE", help=f"write a picture, too: {', '.join(PICTURES)}")
+    if plots:
+        made.add_argument("--plot", type=picture, metavar="FILE", help=f"write a picture, too: {', '.join(PICTURES)}")
     return made
+
+
+def needs(parser: argparse.ArgumentParser, *modules: str) -> None:
+    """Exit with 2 and the command to install it when one of Hugging Face's modules is not here."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            parser.error(f"{module} is not installed: pip install 'attnpatch[hf]'")
 
 
 def device(text: str) -> torch.device:

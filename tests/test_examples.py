@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="not run from a chec
 def example(monkeypatch):
     """Import an example by its name; ``shared``, which it imports by its plain name, does not outlive the test."""
     monkeypatch.syspath_prepend(FOLDER)
-    names = ["shared", *MEASURING]
+    names = ["shared", "device_map", *MEASURING]
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module
@@ -75,6 +75,8 @@ def refusal(example, capsys, name: str, *argv: str) -> str:
         ("gqa_by_index", ["--heads", "6", "--group-sizes", "4"], "6 heads cannot be in groups of 4"),
         ("dequantise_apart_or_fused", ["--head-dim", "20"], "head_dim 20 is not a positive multiple of 8"),
         ("decode_over_keys", ["--seqlen", "8", "--splits", "9"], "8 keys cannot be cut into 9 splits"),
+        ("device_map", ["--share", "1"], "'1' is no number between 0 and 1"),
+        ("device_map", ["--share", "half"], "'half' is no number between 0 and 1"),
     ],
 )
 def test_what_an_argument_cannot_be(example, capsys, name, argv, says):
@@ -89,8 +91,9 @@ def test_picture_without_matplotlib(example, capsys, monkeypatch):
     assert "pip install 'attnpatch[plots]'" in refusal(example, capsys, module.__name__, "--plot", "a.png")
 
 
-def test_generate_without_transformers(example, capsys, monkeypatch):
-    module = example("generate_in_4_bits")
+@pytest.mark.parametrize("name", ["generate_in_4_bits", "device_map"])
+def test_without_transformers(example, capsys, monkeypatch, name):
+    module = example(name)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install 'attnpatch[hf]'" in refusal(example, capsys, module.__name__)
 
@@ -196,3 +199,43 @@ def test_generate_from_a_checkpoint(example, capsys, tmp_path):
     rows = module.main(["--model", str(tmp_path), "--prompt", "why the sky", "--new-tokens", "2", "--device", "cpu"])
     assert [row.stored for row in rows] == [4, 4]
     assert "LlamaForCausalLM, 3 tokens and 2 new ones" in capsys.readouterr().out
+
+
+@pytest.fixture
+def spread_out(example, monkeypatch):
+    """The example of a device map, on two layers and with few tokens."""
+    pytest.importorskip("accelerate")
+    module = example("device_map")
+    monkeypatch.setattr(module, "LAYERS", 2)
+    return lambda *more: module.main(["--device", "cpu", "--prompt-tokens", "9", "--new-tokens", "3", *more])
+
+
+def test_device_map(spread_out, capsys):
+    """Half of the weights lie on disk; each attention is fused all the same, and nothing runs past the patch."""
+    here, there = spread_out()
+    assert (here.place, there.place) == ("cpu", "disk")
+    assert (here.modules, there.modules) == (1, 4), "embeddings; layers, the last norm, rotary embeddings, the head"
+    embeddings, attention, mlp, norms = 2 * 1024 * 256, 256 * 64 * (4 + 2 + 2 + 4), 3 * 256 * 512, 2 * 256
+    total = 4 * (embeddings + 2 * (attention + mlp + norms) + 256)
+    assert here.num_bytes + there.num_bytes == total
+    assert 0 < here.num_bytes <= total / 2
+    printed = capsys.readouterr().out
+    assert "2 of 2 sites fused" in printed
+    assert "decode: cpu.sdpa (2)" in printed
+    assert "gap" not in printed
+
+
+def test_a_text_that_differs_is_an_error(spread_out, example, monkeypatch):
+    module = example("device_map")
+    texts = [torch.tensor([[1, 2]]), torch.tensor([[1, 3]])]
+    monkeypatch.setattr(module, "generate", lambda *_: texts.pop())
+    with pytest.raises(AssertionError, match=r"\[\[1, 2\]\] is not \[\[1, 3\]\]"):
+        spread_out()
+
+
+def test_help_of_the_device_map(example, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        example("device_map").main(["--help"])
+    printed = capsys.readouterr().out
+    assert [x for x in ("--device", "--model", "--share", "--prompt-tokens", "--new-tokens") if x not in printed] == []
+    assert "--plot" not in printed
