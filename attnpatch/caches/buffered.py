@@ -14,12 +14,15 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicCache, get_layer_types_and_kwargs
 
 from attnpatch.caches.forward import inputs_of, takes_padded_keys, with_padded_mask
-from attnpatch.caches.layers import BufferedLayer, Tokens
+from attnpatch.caches.layers import BufferedLayer, Tokens, lasting
 
 BOUNDED = ("sliding_attention", "chunked_attention")
 """Layers that keep a window of tokens, as transformers does."""
 
-WITHOUT_KEYS = ("linear_attention", "conv", "moe", "mlp")
+RECURRENT = ("linear_attention", "conv")
+"""Layers with a state, which take the end of a mask for that of the tokens."""
+
+WITHOUT_KEYS = (*RECURRENT, "moe", "mlp")
 """Layers without keys and values, left to transformers."""
 
 
@@ -45,14 +48,17 @@ class BufferedCache(DynamicCache):
             raise ValueError(f"max_cache_len={max_cache_len} is no number of tokens; None lets the cache grow")
         self.tokens = Tokens(max_cache_len)
         self.layer_types, self.layer_arguments = _layer_types(getattr(model, "config", model), type(self).__name__)
-        self.buffered = [i for i, kind in enumerate(self.layer_types) if kind == "full_attention"]
+        self.buffered = self._indices("full_attention")
         Cache.__init__(self, layers=self._empty_layers())
+
+    def _indices(self, *kinds: str) -> list[int]:
+        return [i for i, kind in enumerate(self.layer_types) if kind in kinds]
 
     def _empty_layers(self) -> list[Any]:
         return [self._empty_layer(i, kind) for i, kind in enumerate(self.layer_types)]
 
     def _empty_layer(self, index: int, kind: str) -> Any:
-        if kind != "full_attention":
+        if index not in self.buffered:
             return DYNAMIC_LAYER_TYPE_MAPPING[kind](**self.layer_arguments)
         return BufferedLayer(index, self.tokens, *self._formats(index))
 
@@ -62,10 +68,16 @@ class BufferedCache(DynamicCache):
 
     @classmethod
     def take_over(cls, cache: Cache, model: nn.Module) -> None:
-        """Turn an empty cache of the model into one of this class, for everyone who holds it."""
-        recording = any(getattr(layer, "record_past", False) for layer in cache.layers)
+        """Turn an empty cache of the model into one of this class, for everyone who holds it.
+
+        One that was made without a config keeps every token of layers with a window, too, and can be cropped.
+        """
+        recording, whole = any(getattr(layer, "record_past", False) for layer in cache.layers), not cache.layers
         cache.__class__ = cls
         cls.__init__(cache, model)
+        if whole:
+            cache.buffered = cache._indices("full_attention", *BOUNDED)
+            cache.layers = cache._empty_layers()
         if recording:
             cache.activate_past_recording()
 
@@ -86,7 +98,8 @@ class BufferedCache(DynamicCache):
 
         Args:
             model: a model that transformers does not run on a static cache gets keys of their true length, and so a
-                graph that depends on it; so does one that returns its attention weights.
+                graph that depends on it; so does one that returns its attention weights, and one with recurrent layers
+                when it is given several tokens.
             arguments: of the model's forward, by name.
 
         Returns:
@@ -98,10 +111,12 @@ class BufferedCache(DynamicCache):
         inputs, tokens = inputs_of(arguments, type(self).__name__), self.tokens
         self._begin(inputs.shape[0], inputs.shape[1], inputs.device)
         tokens.hooked = True
-        tokens.padded = not tokens.first and takes_padded_keys(model, arguments)
+        reads_end = tokens.new > 1 and self._indices(*RECURRENT)
+        tokens.padded = not tokens.first and not reads_end and takes_padded_keys(model, arguments)
         if not tokens.padded:
             return arguments
-        arguments = with_padded_mask(arguments, inputs, tokens.length + tokens.new, tokens.capacity, BOUNDED)
+        others = set(BOUNDED) - {self.layer_types[i] for i in self.buffered}
+        arguments = with_padded_mask(arguments, inputs, tokens.length + tokens.new, tokens.capacity, others)
         mask = arguments["attention_mask"]
         if isinstance(mask, Tensor) and tokens.capacity == tokens.first_capacity:
             torch._dynamo.mark_static(mask, mask.dim() - 1)  # not a symbol, though the first forward's was narrower
@@ -153,7 +168,7 @@ class BufferedCache(DynamicCache):
                 "reset() it first, or select the rows with batch_select_indices or batch_repeat_interleave"
             )
         tokens.begin(new, device)
-        with torch.no_grad(), torch.inference_mode(False):
+        with lasting():
             for layer in layers:
                 layer.reset() if tokens.first else layer.grow(tokens.capacity)
 
@@ -175,7 +190,8 @@ class BufferedCache(DynamicCache):
     def to(self, device: torch.device | str) -> BufferedCache:
         """Move all layers to a device, in place; returns the cache."""
         for layer in self.layers:
-            vars(layer).update(tree_map_only(Tensor, lambda x: x.to(device), vars(layer)))
+            with lasting():
+                vars(layer).update(tree_map_only(Tensor, lambda x: x.to(device), vars(layer)))
             if getattr(layer, "device", None) is not None:
                 layer.device = torch.device(device)
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,13 @@ FORMATS = {
 KEYS, VALUES = ("tbq4", "int8", "dense"), ("tbq4", "dense")
 
 
+@contextmanager
+def lasting() -> Iterator[None]:
+    """For tensors that live longer than one call: without a gradient, and never of an inference mode around it."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 class Tokens:
     """What all layers of a cache share: how much it holds, and the forward in progress.
 
@@ -81,8 +89,9 @@ class Tokens:
         """Whether this forward reads buffers up to their capacity, so that its graphs serve any length."""
         self.first = True
         """Whether nothing is stored before this forward."""
-        self.position = torch.zeros((), dtype=torch.int64)
-        """``length`` on the device."""
+        with lasting():
+            self.position = torch.zeros((), dtype=torch.int64)
+            """``length`` on the device."""
 
     def begin(self, new: int, device: torch.device) -> None:
         """Room for ``new`` tokens more, on paper: the layers' buffers follow ``capacity``."""
@@ -95,7 +104,7 @@ class Tokens:
         self.new, self.first = new, self.length == 0
         if self.first or needed > self.capacity:
             self.capacity = self.limit or max(self.first_capacity, 1 << (needed - 1).bit_length())
-        with torch.no_grad(), torch.inference_mode(False):
+        with lasting():
             if self.position.device != device:
                 self.position = torch.zeros((), dtype=torch.int64, device=device)
             self.position.fill_(self.length)
@@ -248,8 +257,9 @@ class BufferedLayer(CacheLayerMixin):
 
     def to(self, device: torch.device | str) -> None:
         """Move to a device."""
-        for name, x in self._tensors():
-            setattr(self, name, x.to(device, non_blocking=True))
+        with lasting():
+            for name, x in self._tensors():
+                setattr(self, name, x.to(device, non_blocking=True))
 
     def grow(self, capacity: int) -> None:
         """Move to buffers of ``capacity``."""
@@ -265,9 +275,10 @@ class BufferedLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows: ids, which may repeat, or a bool per row. As many rows as before stay where they are."""
-        for name, x in self._tensors():
-            rows = x[indices.to(x.device)]
-            setattr(self, name, x.copy_(rows) if rows.shape == x.shape else _laid_as(x, rows))
+        with lasting():
+            for name, x in self._tensors():
+                rows = x[indices.to(x.device)]
+                setattr(self, name, x.copy_(rows) if rows.shape == x.shape else _laid_as(x, rows))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` becomes row ``beam_idx[i]``."""
@@ -275,5 +286,6 @@ class BufferedLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row becomes ``repeats`` of itself, one after the other."""
-        for name, x in self._tensors():
-            setattr(self, name, _laid_as(x, x.repeat_interleave(repeats, dim=0)))
+        with lasting():
+            for name, x in self._tensors():
+                setattr(self, name, _laid_as(x, x.repeat_interleave(repeats, dim=0)))

@@ -55,7 +55,8 @@ class TBQ4Cache(BufferedCache):
         return super()._empty_layers()
 
     def _formats(self, index: int) -> tuple[str, str, bool]:
-        return ("dense", "dense", False) if index in self.dense else self.choice
+        dense = index in self.dense or self.layer_types[index] != "full_attention"
+        return ("dense", "dense", False) if dense else self.choice
 
 
 def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
