@@ -11,6 +11,7 @@ from typing import Any
 from attnpatch.dispatch import check_names
 
 _OFF = ("", "0", "false", "no", "off")
+CACHES = ("auto", "buffered", "tbq4", None)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -27,7 +28,8 @@ class Options:
         rest: who runs the rest of the graph: "eager" starts fast, "inductor" compiles it.
         cuda_graphs: whether a decode step that repeats is replayed from a CUDA graph.
         cache: for ``patch`` alone: calls that bring no cache of their own get an ``attnpatch.BufferedCache``
-            ("buffered") or an ``attnpatch.TBQ4Cache`` ("tbq4").
+            ("buffered") or an ``attnpatch.TBQ4Cache`` ("tbq4"). "auto": a BufferedCache on a GPU, where the model
+            has attention that it keeps, for calls that record no gradients.
         log_level: of the logger "attnpatch": "debug", "info", "warning" or "error" (env ``ATTNPATCH_LOG``).
         inductor: options that go to Inductor as they are.
     """
@@ -52,8 +54,10 @@ class Options:
             raise ValueError(
                 "cuda_graphs=True and Inductor's triton.cudagraphs (of mode='reduce-overhead'): choose one"
             )
-        if self.cache not in (None, "buffered", "tbq4"):
-            raise ValueError(f"cache={self.cache!r} is none of 'buffered', 'tbq4' and None, which leaves the caller's")
+        if self.cache not in CACHES:
+            raise ValueError(
+                f"cache={self.cache!r} is none of {', '.join(map(repr, CACHES))}; None leaves the caller's"
+            )
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"log_level={self.log_level!r} is none of {', '.join(LOG_LEVELS)}")
         logging.getLogger("attnpatch").setLevel(self.log_level.upper())

@@ -23,6 +23,7 @@ from attnpatch.backend import COMPILED, compile_graph, log
 from attnpatch.errors import AttentionNotPatched
 from attnpatch.hooked import StandIns, without_hooks
 from attnpatch.options import Options, from_keywords
+from attnpatch.progress import shown
 from attnpatch.reporting import Collector, Report
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -63,7 +64,7 @@ class Patched:
     ) -> None:
         self.module, self.options, self.collector, self.previous = module, options, collector, previous
         self.names = [name for name, _ in root.named_modules()]
-        self.choose_cache = _cache_choice(module, options.cache) if options.cache else None
+        self.choose_cache = _cache_choice(module, options.cache)
         self.compiled = torch.compile(_own_code(next(_serial)), backend=self._backend, **_limit_argument())
         self.stand_ins = StandIns(module)
 
@@ -108,7 +109,7 @@ class Patched:
     def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
         runs, breaks = self.collector.runs, _graph_breaks()
         try:
-            with _limit_context():
+            with _limit_context(), shown(type(self.module).__name__):
                 result = self.compiled(self.module, *args, **kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, AttentionNotPatched):
@@ -134,10 +135,19 @@ class Patched:
             raise AttentionNotPatched([f"{kind} at {place}"])
 
 
-def _cache_choice(module: nn.Module, name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    from attnpatch.caches.choosing import CacheChoice  # needs transformers
+def _cache_choice(module: nn.Module, name: str | None) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
+    """What gives caches to calls that bring none; "auto" gives none to what has no use for one."""
+    if name is None or (name == "auto" and not hasattr(module, "can_generate")):
+        return None
+    from attnpatch.caches.choosing import CacheChoice, DeviceCacheChoice  # need transformers
 
-    return CacheChoice(module, name)
+    if name != "auto":
+        return CacheChoice(module, name)
+    try:
+        return DeviceCacheChoice(module)
+    except ValueError as error:
+        log.info("calls keep the caches they make: %s", error)
+        return None
 
 
 def _graph_breaks() -> dict[str, int]:

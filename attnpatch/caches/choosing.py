@@ -1,4 +1,4 @@
-"""``patch(model, cache="buffered")`` and ``"tbq4"``: which cache a call of the model gets."""
+"""``patch(model, cache="buffered")``, ``"tbq4"`` and ``"auto"``: which cache a call of the model gets."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 import logging
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -58,3 +59,23 @@ class CacheChoice:
         use_cache = arguments.get("use_cache")
         by_config = getattr(self.model.config, "use_cache", True)
         return not self.model.training and bool(by_config if use_cache is None else use_cache)
+
+
+class DeviceCacheChoice(CacheChoice):
+    """Likewise, where a cache that stays in place pays: on a GPU, for calls that record no gradients.
+
+    On a CPU a decode step took longer with a BufferedCache, whose keys are padded to its capacity, than with a
+    DynamicCache (SmolLM2-135M, float32, one thread, 2026-11-30: 85 ms beside 76 after 300 tokens, 119 beside 110 after
+    1,500). Gradients do not reach what a BufferedCache stored in an earlier call.
+    """
+
+    device_type = "cuda"
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, "buffered")
+        self.left_alone = True  # nobody asked for a cache, so nobody is told
+
+    def __call__(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """A forward's arguments, with a cache if one pays."""
+        pays = next(self.model.parameters()).device.type == self.device_type and not torch.is_grad_enabled()
+        return super().__call__(arguments) if pays else arguments

@@ -9,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import attnpatch
 from attnpatch import progress
 
 
@@ -68,3 +69,10 @@ def test_no_terminal(monkeypatch, terminal, capsys):
     monkeypatch.setattr(progress, "Console", Console)
     call(torch.compile(lambda x: x + 4, backend=slow_backend), torch.zeros(2))
     assert capsys.readouterr().err == ""
+
+
+def test_a_patched_model_is_named(terminal):
+    model = attnpatch.patch(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    model._compiled_call_impl.compiled = torch.compile(lambda module, x: module[0](x), backend=slow_backend)
+    model(torch.zeros(2))
+    assert "attnpatch: Sequential compiles for new shapes ..." in terminal.getvalue()

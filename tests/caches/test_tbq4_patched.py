@@ -334,7 +334,7 @@ def test_models_that_have_no_use_for_it(model_with):
 
 
 def test_the_option(model):
-    with pytest.raises(ValueError, match="cache='paged' is none of 'buffered', 'tbq4' and None"):
+    with pytest.raises(ValueError, match="cache='paged' is none of 'auto', 'buffered', 'tbq4', None"):
         attnpatch.patch(model, cache="paged")
     gm = torch.fx.symbolic_trace(torch.nn.Identity())
     with pytest.raises(ValueError, match=r"cache='tbq4' is an option of attnpatch.patch\(model\)"):
