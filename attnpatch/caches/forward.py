@@ -12,6 +12,9 @@ from torch.nn.functional import pad
 FIRST_CAPACITY = 256
 """Tokens that a cache has room for at first: a short chat runs in the graphs of its first turn."""
 
+NUMBERED_BY_MASK = ("opt",)
+"""Models that take the positions of a call without ``position_ids`` from the mask, all of it behind what is stored."""
+
 
 def inputs_of(arguments: dict[str, Any], cache: str) -> Tensor:
     """Ids or embeddings ``[batch, new, ..]`` among the arguments of a model's forward.
@@ -29,11 +32,12 @@ def takes_padded_keys(model: nn.Module, arguments: dict[str, Any]) -> bool:
     """Whether a forward may get more keys than are stored, which its mask hides, so that its graphs serve any length.
 
     Not a model that transformers runs on no static cache, nor one whose caller gets attention weights: their width is
-    the number of keys.
+    the number of keys. Nor one that counts positions up to the end of the mask.
     """
-    given = arguments.get("output_attentions")
-    by_config = getattr(getattr(model, "config", None), "output_attentions", False)
-    return getattr(model, "_can_compile_fullgraph", True) and not (by_config if given is None else given)
+    config, given = getattr(model, "config", None), arguments.get("output_attentions")
+    weights = getattr(config, "output_attentions", False) if given is None else given
+    numbered = getattr(config, "model_type", "") in NUMBERED_BY_MASK and arguments.get("position_ids") is None
+    return getattr(model, "_can_compile_fullgraph", True) and not weights and not numbered
 
 
 def with_padded_mask(

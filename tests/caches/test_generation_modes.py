@@ -1,6 +1,5 @@
 """What calls of a patched model do with its own cache beside generating: as without the patch."""
 
-import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
@@ -20,20 +19,16 @@ def patched_and_not(model, call):
     return call(model), expected
 
 
-@pytest.mark.parametrize(
-    "mode", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3, "batch": 1}], ids=["beams", "lookup"]
-)
-def test_inference_mode(model_with, run, mode):
-    """And outside of it, on the cache that was made inside."""
+def test_inference_mode(model_with, run):
+    """And outside of it, on a cache that was made and changed inside."""
 
     def call(model):
         with torch.inference_mode():
-            out = run(model, None, return_dict_in_generate=True, max_new_tokens=9, **mode)
-        ids = torch.cat([out.sequences[:1], torch.tensor([[7, 8]])], dim=1)
-        cache = out.past_key_values
-        cache.batch_select_indices(torch.tensor([0]))
+            out = run(model, None, num_beams=3, return_dict_in_generate=True)
+            cache = out.past_key_values
+            cache.batch_select_indices(torch.tensor([0]))
         with torch.no_grad():
-            return out.sequences.clone(), model(ids[:, cache.get_seq_length() :], past_key_values=cache).logits
+            return out.sequences.clone(), model(torch.tensor([[7, 8]]), past_key_values=cache).logits
 
     torch.testing.assert_close(*patched_and_not(model_with(num_hidden_layers=1), call))
 
@@ -41,18 +36,16 @@ def test_inference_mode(model_with, run, mode):
 def test_lookup_with_a_window(model_with, run, graphs):
     """generate() crops by a tensor, which must not become a length that graphs depend on."""
     tokens, expected = patched_and_not(
-        model_with(**WINDOW), lambda m: run(m, None, prompt_lookup_num_tokens=3, batch=1, max_new_tokens=16)
+        model_with(**WINDOW), lambda model: run(model, None, prompt_lookup_num_tokens=3, batch=1, max_new_tokens=16)
     )
     assert torch.equal(tokens, expected)
     assert len(graphs) <= 4
 
 
-@pytest.mark.parametrize(
-    "mode", [{"prefill_chunk_size": 4, "pads": 3}, {"prompt_lookup_num_tokens": 3, "batch": 1}], ids=str
-)
-def test_several_tokens_on_the_state_of_a_convolution(model_with, run, mode):
+def test_several_tokens_on_the_state_of_a_convolution(model_with, run):
     """It takes the last entries of a mask for those of the tokens."""
-    tokens, expected = patched_and_not(model_with(**CONVOLUTION), lambda m: run(m, None, length=11, **mode))
+    options = {"length": 11, "pads": 3, "prefill_chunk_size": 4}
+    tokens, expected = patched_and_not(model_with(**CONVOLUTION), lambda model: run(model, None, **options))
     assert torch.equal(tokens, expected)
 
 
@@ -75,3 +68,18 @@ def test_a_cache_without_a_config_keeps_all_tokens_of_a_window(model_with, promp
         with torch.no_grad():
             model(**prompt(9, 1), past_key_values=cache)
         assert [layer.key_buffer.dtype for layer in cache.layers] == [torch.float32, dtype]
+
+
+def test_positions_counted_on_the_mask(model_with, prompt):
+    """Of OPT, where the caller gives none."""
+    model, inputs = model_with("OPT", num_hidden_layers=1, ffn_dim=48, word_embed_proj_dim=64), prompt(9, pads=3)
+    step = {
+        "input_ids": torch.tensor([[5], [6]]),
+        "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(2, 1)], 1),
+    }
+
+    def call(model):
+        with torch.no_grad():
+            return model(**step, past_key_values=model(**inputs).past_key_values).logits
+
+    torch.testing.assert_close(*patched_and_not(model, call))
