@@ -124,5 +124,5 @@ STYLES = {
     "llama_cache": Style(LlamaCache, lambda: (torch.randn(B, 3, E),), None, kv_heads=None),
     "static_cache": Style(StaticCache, positions, None),
     "static_cache_by_arange": Style(StaticCacheByArange, positions, None),
-    "decode_without_rows": Style(DecodeWithoutRows, one_token, "prefix"),
+    "decode_without_rows": Style(DecodeWithoutRows, one_token, "prefix per sequence"),
 }
