@@ -1,7 +1,7 @@
 """A transformers cache that appends in place to buffers which grow.
 
 Buffers grow on the host before a forward, never inside a graph: a compiled forward sees buffers of one capacity and
-the number of tokens stored, on the device. It compiles again only when the capacity changes, which doubles.
+the number of tokens stored, on the device. It compiles again when the capacity first changes, and is then one for all.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BufferedCache(DynamicCache):
 
     Args:
         model: a decoder of transformers, or its config.
-        max_cache_len: tokens that there is room for from the start, and not more; None = room for 256, which doubles.
+        max_cache_len: tokens that there is room for from the start, and not more; None = room for 256, which grows.
 
     Raises:
         ValueError: the model has no full attention layers, or layers of another kind, or ``max_cache_len`` is none.

@@ -103,11 +103,19 @@ class Tokens:
             )
         self.new, self.first = new, self.length == 0
         if self.first or needed > self.capacity:
-            self.capacity = self.limit or max(self.first_capacity, 1 << (needed - 1).bit_length())
+            self.capacity = self.limit or _room(needed, self.first_capacity)
         with lasting():
             if self.position.device != device:
                 self.position = torch.zeros((), dtype=torch.int64, device=device)
             self.position.fill_(self.length)
+
+
+def _room(needed: int, first: int) -> int:
+    """Tokens to make room for: twice as many as needed while they are few, later an eighth more, in whole ``first``."""
+    if needed <= first:
+        return first
+    wanted = needed + max(needed // 8, min(needed, 2 * first))
+    return -(-wanted // first) * first
 
 
 class BufferedLayer(CacheLayerMixin):

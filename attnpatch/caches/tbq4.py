@@ -20,7 +20,7 @@ class TBQ4Cache(BufferedCache):
 
     Args:
         model: a decoder of transformers, or its config.
-        max_cache_len: tokens that there is room for from the start, and not more; None = room for 256, which doubles.
+        max_cache_len: tokens that there is room for from the start, and not more; None = room for 256, which grows.
         keys: how K is kept: "tbq4", "int8" with a scale per token and head, or "dense".
         values: how V is kept: "tbq4" or "dense".
         skip_layers: layers that stay dense: indices, negative ones from the end, "first" and "last" of full attention.

@@ -58,14 +58,6 @@ def test_one_graph_decodes_at_any_length(model, run, graphs):
     assert not {"item", "index_copy"} & {op(node) for node in graphs[1].graph.nodes}
 
 
-def test_few_graphs_while_buffers_grow(model, run, graphs, monkeypatch):
-    monkeypatch.setattr(layers, "FIRST_CAPACITY", 16)
-    expected = run(model, DynamicCache(config=model.config), length=12, max_new_tokens=60)
-    attnpatch.patch(model, strict=True)
-    assert torch.equal(run(model, BufferedCache(model), length=12, max_new_tokens=60), expected)
-    assert len(graphs) <= 4, "from 16 tokens to 128"
-
-
 def test_addresses_stay_between_growths(model, prompt, monkeypatch):
     monkeypatch.setattr(layers, "FIRST_CAPACITY", 16)
     attnpatch.patch(model, strict=True)
@@ -139,3 +131,23 @@ def test_which_caches_of_the_caller_are_named(model, caplog):
     assert caplog.messages == []
     assert patching._cache_choice(model, "tbq4")({"past_key_values": buffered})["past_key_values"] is buffered
     assert caplog.messages == ['cache="tbq4" leaves a BufferedCache of the caller as it is']
+
+
+@pytest.mark.parametrize(
+    ("needed", "expected"),
+    [(1, 256), (256, 256), (257, 768), (600, 1280), (4096, 4608), (65536, 73728), (65537, 73984)],
+    ids=str,
+)
+def test_room_for_tokens_to_come(needed, expected):
+    """An eighth more at most where it is much."""
+    tokens = layers.Tokens(None)
+    tokens.begin(needed, torch.device("cpu"))
+    assert tokens.capacity == expected
+
+
+def test_no_graph_is_made_after_the_first_growth(model, run, graphs, monkeypatch):
+    monkeypatch.setattr(layers, "FIRST_CAPACITY", 16)
+    expected = run(model, DynamicCache(config=model.config), max_new_tokens=120)
+    attnpatch.patch(model, strict=True)
+    assert torch.equal(run(model, BufferedCache(model), max_new_tokens=120), expected)
+    assert len(graphs) == 3, "prefill, decode in the first buffer, decode in any: of 48, 96 and 144 tokens"
