@@ -211,13 +211,13 @@ def test_reset(model):
 
 
 def test_growth(model, monkeypatch):
-    """From 16 to 32 tokens and on; what is stored moves along."""
+    """From 16 to 48 tokens and on; what is stored moves along."""
     monkeypatch.setattr(layers, "FIRST_CAPACITY", 16)
     caches, capacities = (TBQ4Cache(model), simulated_cache(model)), []
     for length in (15, 1, 1, 3, 40):
         torch.testing.assert_close(*(logits(model, ids_of(length), cache) for cache in caches))
         capacities.append(caches[0].layers[1].value_buffer.shape[2])
-    assert capacities == [16, 16, 32, 32, 64]
+    assert capacities == [16, 16, 48, 48, 96]
 
 
 def test_norms_of_a_block_lie_side_by_side(model_with, run, monkeypatch):
@@ -232,7 +232,7 @@ def test_norms_of_a_block_lie_side_by_side(model_with, run, monkeypatch):
         for norms in (cache.layers[1].key_scale, cache.layers[1].value_scale):
             assert norms.shape[3] == 2
             assert (norms.stride(2), norms.stride(3)) == (1, norms.shape[2])
-    assert cache.layers[0].key_buffer.shape[2] == 32
+    assert cache.layers[0].key_buffer.shape[2] == 48
     assert torch.equal(run(model, TBQ4Cache(model)), run(model, simulated_cache(model)))
 
 
