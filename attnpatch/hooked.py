@@ -170,7 +170,7 @@ def _loaded(module: nn.Module, hook: _Hook, inputs: Sequence[Any]) -> dict[str, 
 def _elsewhere(module: nn.Module, hook: Any) -> list[tuple[str, Tensor]]:
     tensors: list[tuple[str, Tensor]] = list(module.named_parameters(recurse=hook.place_submodules))
     if hook.offload_buffers:
-        tensors += module.named_buffers(recurse=hook.place_submodules)
+        tensors += list(module.named_buffers(recurse=hook.place_submodules))
     return [(name, x) for name, x in tensors if x.device.type == "meta"]
 
 
@@ -215,9 +215,10 @@ def _device_of(x: Any) -> torch.device | None:
     if isinstance(x, Tensor):
         return x.device
     parts = x.values() if isinstance(x, Mapping) else x if isinstance(x, (tuple, list)) else ()
-    return next((device for part in parts if (device := _device_of(part)) is not None), None)
+    found = [_device_of(part) for part in parts]
+    return next((device for device in found if device is not None), None)
 
 
 def without_hooks(path: str) -> str:
     """A module's name in a graph, without the way through its hooks."""
-    return re.sub(r"(^|\.)_old_forward\.__self__", "", path).removeprefix(".")
+    return re.sub(r"(^|\.)(_old_forward\.__self__|forward\.module)(?=\.|$)", "", path).removeprefix(".")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import attnpatch
-from attnpatch.hooked import HookedForward, _moved
+from attnpatch.hooked import HookedForward, _moved, without_hooks
 
 accelerate = pytest.importorskip("accelerate")
 from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_submodules  # noqa: E402
@@ -323,3 +323,17 @@ def test_what_moves():
     assert (type(moved["pair"]), moved["pair"].a.device) == (pair, meta)
     assert _moved(x, x.device) is x
     assert _moved([x], None)[0] is x
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("layers.0._old_forward.__self__.attention", "layers.0.attention"),  # torch 2.13
+        ("layers.0.forward.module.attention", "layers.0.attention"),  # torch 2.11
+        ("_old_forward.__self__.layers.0", "layers.0"),
+        ("layers.0.forward.module", "layers.0"),
+        ("forward.modules.0", "forward.modules.0"),
+    ],
+)
+def test_names_do_not_go_through_hooks(path, name):
+    assert without_hooks(path) == name
