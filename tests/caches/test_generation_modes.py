@@ -83,3 +83,18 @@ def test_positions_counted_on_the_mask(model_with, prompt):
             return model(**step, past_key_values=model(**inputs).past_key_values).logits
 
     torch.testing.assert_close(*patched_and_not(model, call))
+
+
+def test_an_assistant(model_with, run):
+    """Patched as well; the tokens are those of greedy search, and several are verified by one append."""
+    model, assistant = model_with(num_hidden_layers=1), model_with(num_hidden_layers=1)
+    with torch.no_grad():
+        assistant.lm_head.weight.add_(torch.randn_like(assistant.lm_head.weight), alpha=0.002)
+    expected = run(model, None, batch=1, max_new_tokens=16)
+    for one in (model, assistant):
+        attnpatch.patch(one, strict=True, cache="buffered")
+    assert torch.equal(run(model, None, batch=1, max_new_tokens=16, assistant_model=assistant), expected)
+    assert fused(model) == fused(assistant) == (1, 0, [])
+    phases = {d.phase: d.calls for d in attnpatch.report(model).sites[0].dispatches}
+    assert phases["append"] > 1
+    assert sum(phases.values()) < 16, "fewer forwards than tokens"
