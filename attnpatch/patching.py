@@ -103,6 +103,8 @@ class Patched:
         return result
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        if not args:
+            return kwargs
         named = dict(zip(inspect.signature(self.module.forward).parameters, args, strict=False))
         return {**named, **kwargs}
 

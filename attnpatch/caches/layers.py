@@ -270,7 +270,9 @@ class BufferedLayer(CacheLayerMixin):
                 setattr(self, name, x.to(device, non_blocking=True))
 
     def grow(self, capacity: int) -> None:
-        """Move to buffers of ``capacity``."""
+        """Move to buffers of ``capacity``, unless these are as large."""
+        if not self.is_initialized or self.key_buffer.shape[2] >= capacity:
+            return  # asked at every step
         for name, x in self._tensors():
             if name != "centre" and x.shape[2] < capacity:
                 grown = _laid_as(x, x.new_zeros(*x.shape[:2], capacity, *x.shape[3:]))
