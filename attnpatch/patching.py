@@ -83,7 +83,9 @@ class Patched:
         return longer[0] if len(longer) == 1 else path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model compiled."""
+        """Run the model compiled; inside of a compiled call, be a part of that."""
+        if torch.compiler.is_compiling():
+            return _call(self.module, *args, **kwargs)
         return self._run(*args, **kwargs)
 
     @torch._dynamo.disable

@@ -159,6 +159,33 @@ def test_a_layer_that_was_patched_before_stays_patched(tiny, ids, dispatch):
     assert not isinstance(layer.q.forward, HookedForward)
 
 
+class Adapted(nn.Module):
+    """Wraps a model as PEFT does."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    def get_base_model(self):
+        return self.base
+
+    def forward(self, ids):
+        return self.base(ids)
+
+
+def test_wrapper_around_a_dispatched_model(tiny, ids, dispatch):
+    """Both are patched; Dynamo meets the patch of the inner one, which its hook has it call as it stands."""
+    dispatch(tiny, ["layers.1"])
+    model, expected = Adapted(tiny), tiny(ids)
+    attnpatch.patch(model, strict=True)
+    torch.testing.assert_close(model(ids), expected)
+    report = attnpatch.report(model)
+    assert [site.module for site in report.sites] == ["base.layers.0", "base.layers.1"]
+    assert (report.summary["graphs"], report.gaps) == (1, [])
+    torch.testing.assert_close(tiny(ids), expected)
+    assert [site.dispatches[0].calls for site in attnpatch.report(model).sites] == [2, 2]
+
+
 def test_deepcopy_is_unpatched_and_has_its_own_weights(tiny, ids, dispatch):
     expected = tiny(ids)
     dispatch(tiny)
