@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter, tree_map_only
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicCache, get_layer_types_and_kwargs
 
-from attnpatch.caches.forward import inputs_of, takes_padded_keys, with_padded_mask
+from attnpatch.caches.forward import decoder_config, inputs_of, takes_padded_keys, with_padded_mask
 from attnpatch.caches.layers import BufferedLayer, Tokens, lasting
 
 BOUNDED = ("sliding_attention", "chunked_attention")
@@ -199,9 +199,7 @@ class BufferedCache(DynamicCache):
 
 def _layer_types(config: Any, name: str) -> tuple[list[str], dict[str, Any]]:
     """Kinds of the model's layers, and what transformers' own layers are made with."""
-    config = config.get_text_config(decoder=True)
-    if config.is_encoder_decoder:
-        raise ValueError(f"{name} is for decoders; {config.model_type} has an encoder whose keys do not grow")
+    config = decoder_config(config, name)
     layer_types, arguments = get_layer_types_and_kwargs(config)
     others = sorted(set(layer_types) - {"full_attention", *BOUNDED, *WITHOUT_KEYS})
     if others:

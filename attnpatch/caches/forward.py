@@ -16,6 +16,20 @@ NUMBERED_BY_MASK = ("opt",)
 """Models that take the positions of a call without ``position_ids`` from the mask, all of it behind what is stored."""
 
 
+def decoder_config(config: Any, cache: str) -> Any:
+    """The part of a model's config that is its decoder's.
+
+    Raises:
+        ValueError: a layer's keys are of something else than the tokens.
+    """
+    config = config.get_text_config(decoder=True)
+    if config.is_encoder_decoder:
+        raise ValueError(f"{cache} is for decoders; {config.model_type} has an encoder whose keys do not grow")
+    if getattr(config, "cross_attention_layers", None):
+        raise ValueError(f"{cache} is for decoders; {config.model_type} has cross-attention, whose keys do not grow")
+    return config
+
+
 def inputs_of(arguments: dict[str, Any], cache: str) -> Tensor:
     """Ids or embeddings ``[batch, new, ..]`` among the arguments of a model's forward.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
 
-from attnpatch.caches.forward import FIRST_CAPACITY, inputs_of, takes_padded_keys, with_padded_mask
+from attnpatch.caches.forward import FIRST_CAPACITY, decoder_config, inputs_of, takes_padded_keys, with_padded_mask
 from attnpatch.caches.pages import PageAllocator, PageTable
 from attnpatch.ops import cache_write
 
@@ -332,13 +332,11 @@ class PagedCache(Cache):
 
 def _dimensions(config: Any) -> tuple[int, int, int]:
     """Layers that cache, their K/V heads, head_dim."""
-    config = config.get_text_config(decoder=True)
+    config = decoder_config(config, "PagedCache")
     layer_types, _ = get_layer_types_and_kwargs(config)
     others = sorted(set(layer_types) - set(LAYER_TYPES))
     if others:
         raise ValueError(f"PagedCache holds attention layers; {config.model_type} has {', '.join(others)}")
-    if config.is_encoder_decoder:
-        raise ValueError(f"PagedCache is for decoders; {config.model_type} has an encoder whose keys do not grow")
     num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return len(layer_types), num_kv_heads, head_dim

@@ -101,10 +101,11 @@ def test_a_limit(model, run):
 
 
 def test_models_that_do_not_fit():
-    from transformers import FalconH1Config, MistralConfig, T5Config
+    from transformers import FalconH1Config, MistralConfig, MllamaConfig, T5Config
 
     for config, message in (
         (T5Config(), "BufferedCache is for decoders; t5 has an encoder"),
+        (MllamaConfig(), "BufferedCache is for decoders; mllama_text_model has cross-attention"),
         (MistralConfig(sliding_window=8), "BufferedCache has nothing to keep of mistral"),
         (FalconH1Config(), "BufferedCache keeps the keys and values of full attention; falcon_h1 has hybrid"),
     ):

@@ -236,12 +236,14 @@ def test_heads_of_models_without_groups(model_with, run):
 
 
 def test_models_that_do_not_fit():
-    from transformers import Qwen3NextConfig, T5Config
+    from transformers import MllamaConfig, Qwen3NextConfig, T5Config
 
     with pytest.raises(ValueError, match=r"qwen3_next.* has linear_attention"):
         PagedCache(Qwen3NextConfig(num_hidden_layers=4), num_pages=2)
     with pytest.raises(ValueError, match="t5 has an encoder"):
         PagedCache(T5Config(), num_pages=2)
+    with pytest.raises(ValueError, match="mllama_text_model has cross-attention"):
+        PagedCache(MllamaConfig(), num_pages=2)
 
 
 def test_import_needs_neither_transformers_nor_triton():
