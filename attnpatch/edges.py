@@ -110,11 +110,11 @@ class EdgeEmitter:
     Args:
         emit: adds a call and returns its node.
         q: query, ``[batch, heads, seqlen_q, head_dim]``.
-        scalars: for each scalar node the one that holds its value as the mask read it.
+        read: for each node that edges name the one to read: its value as the mask read it, on the device of q.
     """
 
-    def __init__(self, emit: Callable[..., Node], q: Node, scalars: dict[Node, Node]) -> None:
-        self.emit, self.q, self.scalars = emit, q, scalars
+    def __init__(self, emit: Callable[..., Node], q: Node, read: dict[Node, Node]) -> None:
+        self.emit, self.q, self.read = emit, q, read
 
     def tensor(self, edge: Edge) -> Any:
         """The node (or int) of an edge, broadcastable to ``[batch, seqlen_q]``."""
@@ -149,7 +149,7 @@ class EdgeEmitter:
     def _affine(self, x: Affine) -> Any:
         total: Any = None
         for atom, factor in x.coefficients.items():
-            part: Any = self._rows() if atom == "q" else self.scalars.get(atom, atom)
+            part: Any = self._rows() if atom == "q" else self.read.get(atom, atom)
             if not isinstance(atom, (str, Node)):
                 part = self._load(atom.node, atom.indices)
             total = self._sum(total, part if factor == 1 else self.emit(operator.mul, part, factor))
@@ -162,7 +162,7 @@ class EdgeEmitter:
 
     def _load(self, node: Node, indices: tuple[Affine, ...]) -> Node:
         """``node[b]`` as a column, ``node[b, q + t]`` as rows, ``node[3]`` as a scalar."""
-        result = node
+        result = self.read.get(node, node)
         for dim in reversed(range(len(indices))):
             index = indices[dim]
             if index["q"]:
@@ -180,7 +180,7 @@ class EdgeEmitter:
         return self.emit("index_select", ids, -1, self._as_tensor(self._affine(row)))
 
     def _search(self, x: Search) -> Node:
-        ids = x.ids
+        ids = self.read.get(x.ids, x.ids)
         if x.by_runs:  # a number for every run, that never falls
             changes = self.emit("ne", self.emit("narrow", ids, -1, 1, self._less_one(ids)), self._all_but_last(ids))
             ids = self.emit(torch.nn.functional.pad, self.emit("cumsum", changes, -1), (1, 0))

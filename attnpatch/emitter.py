@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 
 from attnpatch.affine import Affine
 from attnpatch.attention_call import PACKED
-from attnpatch.edges import EdgeEmitter, scalar_nodes
+from attnpatch.edges import EdgeEmitter, scalar_nodes, tensor_nodes
 from attnpatch.graph import VIEWS, Writes, emit, erase_dead, is_tensor, op, shape, value, written_by
 from attnpatch.rule import Operand, Site, Storage, Streamed, Terms, Turn
 
@@ -199,9 +199,9 @@ class Emitter:
         if terms.alibi is None:
             return None
         slopes, factor = terms.alibi
-        key = ("alibi", slopes, factor, writes.version(slopes, like))
+        key = ("alibi", slopes, factor, writes.version(slopes, like), value(like).device)
         if key not in self.shared:
-            wide = self._emit("to", slopes, torch.float32, like=like)
+            wide = self._emit("to", self._here(slopes, like, writes), torch.float32, like=like)
             self.shared[key] = wide if factor == 1.0 else self._emit(operator.mul, wide, factor, like=like)
         return self.shared[key]
 
@@ -212,21 +212,14 @@ class Emitter:
         like, intervals = site.anchor, site.terms.intervals
         is_bias = streamed is not None and not _is_shared_by_heads(streamed)  # per head: every element is read anyway
         masks = [] if is_bias else [m for m in (streamed, padding) if m is not None]
-        scalars = {x: self._snapshot(x, site, writes) for run in intervals for x in scalar_nodes(run)}
+        read = {x: self._snapshot(x, site, writes) for run in intervals for x in scalar_nodes(run)}
+        read.update({x: self._here(x, like, writes) for run in intervals for x in tensor_nodes(run)})
         versions = (writes.version(m, like) if m in writes.position else 0 for m in masks)
-        key = (
-            "bounds",
-            *masks,
-            *versions,
-            *intervals,
-            *scalars.values(),
-            is_bias,
-            str(shape(q)[2]),
-            str(keys.seqlen_k),
-        )
+        sizes = (value(like).device, str(shape(q)[2]), str(keys.seqlen_k))
+        key = ("bounds", *masks, *versions, *intervals, *read.values(), is_bias, *sizes)
         if (masks or intervals) and key not in self.shared:
             bounds = [self._scanned(m, m is padding, keys, like) for m in masks]
-            edges = EdgeEmitter(partial(self._emit, like=like), q, scalars)
+            edges = EdgeEmitter(partial(self._emit, like=like), q, read)
             for run in intervals:
                 stop = run.stop if run.stop is not None else Affine({self._seqlen_k(keys, like): 1})
                 bounds.append(edges.bounds(run.first, stop, keys.k, plain=int(not is_bias)))
@@ -262,18 +255,30 @@ class Emitter:
         """The scalar as the mask read it: a static cache adds to its length before attention runs."""
         reader = site.readers.get(scalar)
         if reader is None or writes.between(scalar, reader, site.anchor) is None:
-            return scalar
+            return self._here(scalar, site.anchor, writes)
         if (scalar, reader) not in self.shared:
             with self.graph.inserting_before(reader):
                 self.shared[scalar, reader] = self._emit("clone", scalar, like=reader)
-        return self.shared[scalar, reader]
+        return self._here(self.shared[scalar, reader], site.anchor, writes)
+
+    def _here(self, node: Node, like: Node, writes: Writes) -> Node:
+        """A term on the device of the attention: of a model over several, one makes the masks of all."""
+        device = value(like).device
+        if not is_tensor(node) or value(node).device == device:
+            return node
+        version = writes.version(node, like) if node in writes.position else 0
+        key = ("here", node, device, version)
+        if key not in self.shared:
+            self.shared[key] = self._emit("to", node, device, like=like)
+        return self.shared[key]
 
     def _paddings(self, terms: Terms, q: Node, keys: Keys, like: Node, writes: Writes) -> Node | None:
         """The conjunction of the padding terms, bool ``[batch, seqlen_k]``."""
         versions = (writes.version(node, like) for node, _ in terms.paddings)
-        key = (*terms.paddings, *versions, str(keys.seqlen_k), str(shape(q)[0]))
+        key = (*terms.paddings, *versions, str(keys.seqlen_k), str(shape(q)[0]), value(like).device)
         if terms.paddings and key not in self.shared:
-            parts = [self._padding(node, first, q, keys, like) for node, first in terms.paddings]
+            moved = [(self._here(node, like, writes), first) for node, first in terms.paddings]
+            parts = [self._padding(node, first, q, keys, like) for node, first in moved]
             total = parts[0]
             for part in parts[1:]:
                 total = self._emit(operator.and_, total, part, like=like)
@@ -301,12 +306,12 @@ class Emitter:
 
     def _streamed(self, masks: list[Streamed], like: Node, writes: Writes) -> Node | None:
         """One mask that has the effect of all: bool if all are, else additive with -inf where a bool hides."""
-        key = (*masks, *(writes.version(mask.node, like) for mask in masks))
+        key = (*masks, *(writes.version(mask.node, like) for mask in masks), value(like).device)
         if not masks:
             return None
         if key not in self.shared:
-            keep = [self._keep(m, like) for m in masks if m.kind != "additive"]
-            bias = [self._bias(m, like) for m in masks if m.kind == "additive"]
+            keep = [self._here(self._keep(m, like), like, writes) for m in masks if m.kind != "additive"]
+            bias = [self._here(self._bias(m, like), like, writes) for m in masks if m.kind == "additive"]
             total = self._fold(operator.add, bias, like)
             visible = self._fold(operator.and_, keep, like)
             if total is not None and visible is not None:
