@@ -18,7 +18,7 @@ TIMEOUT = 240
 """Seconds after which processes that wait for each other are ended: on two busy cores they need about 40."""
 
 SCRIPT = """
-import json, multiprocessing, os, sys
+import json, multiprocessing, os, sys, time
 import torch
 torch.set_num_threads(1)
 import torch._dynamo, torch.distributed.tensor
@@ -70,9 +70,12 @@ for world, caches in runs:
     processes = [fork.Process(target=work, args=(rank, world, caches, store)) for rank in range(world)]
     for process in processes:
         process.start()
+    while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
+        time.sleep(0.05)
+    failed = [process.exitcode for process in processes if process.exitcode]
     for process in processes:
-        process.join()
-    assert not any(process.exitcode for process in processes)
+        process.terminate()  # those that wait for one that failed
+    assert not failed
 """
 
 RUNS = {2: [None, "buffered"], 4: ["buffered"]}
