@@ -51,7 +51,7 @@ class Options:
         if self.rest not in ("eager", "inductor"):
             raise ValueError(f"rest={self.rest!r} is neither 'eager' nor 'inductor'")
         if self.cuda_graphs and self.inductor.get("triton.cudagraphs"):
-            raise ValueError("cuda_graphs=True beside Inductor's triton.cudagraphs (mode='reduce-overhead'): choose one")
+            raise ValueError("cuda_graphs=True beside Inductor's triton.cudagraphs (reduce-overhead): choose one")
         if self.cache not in CACHES:
             raise ValueError(
                 f"cache={self.cache!r} is none of {', '.join(map(repr, CACHES))}; None leaves the caller's"
