@@ -106,6 +106,20 @@ def fa3() -> dict[str, Implementation]:
     return {"fa3": Implementation(run, prepare)}
 
 
+def fa3_prefill() -> dict[str, Implementation]:
+    """FlashAttention-3 on as many queries as keys, causal or not."""
+    interface = installed("fa3_fwd_interface")
+    if interface is None:
+        return {}
+
+    def run(call: AttentionCall) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+        y: Tensor = interface.flash_attn_func(q, k, v, softmax_scale=call.sm_scale, causal=call.window_right == 0)
+        return y.transpose(1, 2)
+
+    return {"fa3": Implementation(run)}
+
+
 class Packed(NamedTuple):
     """A packed call as FlashAttention-3 takes it."""
 

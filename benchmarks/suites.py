@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from harness import DEVICE, PAST_L2
 from measure import Implementation, Implementations, our_name, ours
-from peers import additive_mask, cudnn, fa3, flashinfer, hf_eager, sdpa_flash
+from peers import additive_mask, cudnn, fa3, fa3_prefill, flashinfer, hf_eager, sdpa_flash
 from torch import Tensor
 
 from attnpatch.attention_call import AttentionCall
@@ -20,9 +20,15 @@ from attnpatch.testing.inputs import codes, paged, quantised, random_call
 SUITES = {
     "prefill": [
         "B4 H32/8 S4096 D128 causal",
+        "B1 H32/8 S16384 D128 causal",
+        "B1 H32/8 S32768 D128 causal",
         "B4 H32/32 S4096 D64 causal",
         "B2 H16/8 S8192 D256 causal",
+        "B16 H32/8 S1024 D128 causal",
+        "B32 H32/8 S512 D128 causal",
+        "B4 H32/8 S4000 D128 causal",
         "B4 H32/8 S4096 D128 full",
+        "B2 H32/8 S3333 D128 full",
         "B4 H32/8 S4096 D128 window 1024",
         "B1 H9/3 S4096 D64 causal",
     ],
@@ -73,6 +79,9 @@ the last ``window``, or the ``holds`` that a static cache of S holds, or as many
 MOST_BUFFERS = 64
 EAGER_BYTES = 256 << 20
 """Of K and V, the most that Hugging Face's eager decode is measured on: it takes up to 30 times as long."""
+
+EAGER_SCORES = 3 << 30
+"""The most scores that Hugging Face's eager prefill is measured on: it keeps several times as many in memory."""
 
 
 class Case(NamedTuple):
@@ -186,13 +195,12 @@ def _own(call: AttentionCall) -> Implementations:
 
 
 def _prefill(case: Case, call: AttentionCall) -> Implementations:
-    additive = additive_mask(call) if call.is_banded else None
-    found = {
-        **_own(call),
-        "cudnn": cudnn(additive if "window" in case.words else None),
-        "hf-eager": Implementation(partial(hf_eager, attn_mask=additive)),
-    }
-    return found if "window" in case.words else {**found, "sdpa-flash": sdpa_flash()}
+    is_short = case.batch * case.num_heads * case.seqlen**2 <= EAGER_SCORES
+    additive = additive_mask(call) if call.is_banded and is_short else None
+    found = {**_own(call), "cudnn": cudnn(additive if "window" in case.words else None)}
+    if is_short:
+        found["hf-eager"] = Implementation(partial(hf_eager, attn_mask=additive))
+    return found if "window" in case.words else {**found, "sdpa-flash": sdpa_flash(), **fa3_prefill()}
 
 
 def _decode(case: Case, call: AttentionCall) -> Implementations:

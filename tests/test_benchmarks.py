@@ -22,8 +22,8 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 GIB = 1 << 30
 
 TINY = [
-    ("prefill", "B1 H4/2 S40 D16 causal", "cudnn hf-eager sdpa-flash"),
-    ("prefill", "B1 H2/2 S40 D16 full", "cudnn hf-eager sdpa-flash"),
+    ("prefill", "B1 H4/2 S40 D16 causal", "cudnn hf-eager sdpa-flash fa3"),
+    ("prefill", "B1 H2/2 S40 D16 full", "cudnn hf-eager sdpa-flash fa3"),
     ("prefill", "B1 H4/2 S40 D16 window 8", "cudnn hf-eager"),
     ("decode", "B2 H4/2 S48 D16", "cudnn sdpa-flash fa3 flashinfer hf-eager"),
     ("decode", "B1 H2/2 S16 D144", "cudnn sdpa-flash fa3 hf-eager"),
@@ -58,6 +58,9 @@ def _fa3():
         sequences = zip(q, k_cache, v_cache, lengths, strict=True)
         return torch.stack([_attend(q, k[:n], v[:n], softmax_scale, causal) for q, k, v, n in sequences])
 
+    def flash_attn_func(q, k, v, softmax_scale=None, causal=False):
+        return torch.stack([_attend(*part, softmax_scale, causal) for part in zip(q, k, v, strict=True)])
+
     def flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False, num_splits=1
     ):
@@ -70,7 +73,8 @@ def _fa3():
         return torch.cat([_attend(*part, softmax_scale or q.shape[2] ** -0.5, causal) for part in parts])
 
     module = types.ModuleType("fa3_fwd_interface")
-    module.flash_attn_with_kvcache, module.flash_attn_varlen_func = flash_attn_with_kvcache, flash_attn_varlen_func
+    for function in (flash_attn_with_kvcache, flash_attn_varlen_func, flash_attn_func):
+        setattr(module, function.__name__, function)
     return module
 
 
