@@ -32,6 +32,7 @@ class BufferedCache(DynamicCache):
     Use it like transformers' own caches: ``model.generate(**inputs, past_key_values=cache)``, or let every call make
     one, ``attnpatch.patch(model, cache="buffered")``. A DynamicCache copies all it holds for every token; here only the
     token is written, addresses stay while there is room, and a decode step has one graph for all lengths up to it.
+    It reads like one, too: ``layers[i].keys`` and ``values`` are views of the tokens stored, not of the room behind.
     Gradients reach the tokens of the same forward, not those stored before. Compiled by other means than
     :func:`attnpatch.patch`, a forward breaks its graph at each layer.
 
