@@ -75,7 +75,7 @@ class HookedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module as its hooks do."""
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             return self.original(*args, **kwargs)
         given: list[torch.device | None] = []
         weights: dict[str, Tensor] = {}

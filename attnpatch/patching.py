@@ -67,6 +67,8 @@ class Patched:
         self.choose_cache = _cache_choice(module, options.cache)
         self.compiled = torch.compile(_own_code(next(_serial)), backend=self._backend, **_limit_argument())
         self.stand_ins = StandIns(module)
+        self.parts: list[Patched] = []
+        self.is_part = False
 
     def _backend(self, gm: torch.fx.GraphModule, example_inputs: Any, **_: Any) -> Callable[..., Any]:
         compiled = compile_graph(gm, example_inputs, self.options, self.collector)
@@ -83,8 +85,11 @@ class Patched:
         return longer[0] if len(longer) == 1 else path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model compiled; inside of a compiled call, be a part of that."""
-        if torch.compiler.is_compiling():
+        """Run the model compiled; be a part of the wrapper that was patched with it, while that is traced.
+
+        Not of what others compile, as transformers does with a static cache: there the patch would be lost.
+        """
+        if torch.compiler.is_dynamo_compiling() and self.is_part:
             return _call(self.module, *args, **kwargs)
         return self._run(*args, **kwargs)
 
@@ -113,7 +118,7 @@ class Patched:
     def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
         runs, breaks = self.collector.runs, _graph_breaks()
         try:
-            with _limit_context(), shown(type(self.module).__name__):
+            with _limit_context(), shown(type(self.module).__name__), self._with_parts():
                 result = self.compiled(self.module, *args, **kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, AttentionNotPatched):
@@ -121,6 +126,16 @@ class Patched:
             raise
         self._note_gaps(runs, breaks)
         return result
+
+    @contextmanager
+    def _with_parts(self) -> Iterator[None]:
+        for part in self.parts:
+            part.is_part = True
+        try:
+            yield
+        finally:
+            for part in self.parts:
+                part.is_part = False
 
     def _note_gaps(self, runs: int, breaks: dict[str, int]) -> None:
         place = type(self.module).__name__
@@ -205,9 +220,10 @@ def patch(model: Model, **options: Any) -> Model:
     if any(_patch_of(target) for target in targets):
         raise ValueError(f"this {type(model).__name__} is patched already; call attnpatch.unpatch(model) first")
     chosen, collector = from_keywords(options), Collector()
-    for target in targets:
-        previous = target.__dict__.get("_compiled_call_impl")
-        target._compiled_call_impl = Patched(target, chosen, collector, previous, model)
+    made = [Patched(x, chosen, collector, x.__dict__.get("_compiled_call_impl"), model) for x in targets]
+    for target, patched in zip(targets, made, strict=True):
+        target._compiled_call_impl = patched
+    made[0].parts = made[1:]
     return model
 
 

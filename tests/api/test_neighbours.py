@@ -108,3 +108,27 @@ def test_quantised_weights(llama_with, quantise):
     attnpatch.patch(model, strict=True, cache="buffered")
     assert torch.equal(tokens_of(model), expected)
     assert fused(model) == (1, 0, [])
+
+
+def test_while_another_thread_compiles(llama_with, monkeypatch):
+    """torch says of the process that it compiles, not of a thread."""
+    model = attnpatch.patch(llama_with(layers=1), strict=True)
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    with torch.no_grad():
+        model(IDS)
+    assert fused(model) == (1, 0, [])
+
+
+def test_what_transformers_compiles_by_itself(llama_with):
+    """With a static cache, as it does on a GPU: every call still runs the patch."""
+    from transformers import CompileConfig
+
+    config = CompileConfig(backend="eager", mode=None, fullgraph=False)
+    config._compile_all_devices = True
+    model = llama_with(layers=1)
+    options = {"cache_implementation": "static", "max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(IDS, **options)
+    attnpatch.patch(model)
+    assert torch.equal(model.generate(IDS, **options, compile_config=config), expected)
+    (site,) = attnpatch.report(model).sites
+    assert sum(d.calls for d in site.dispatches) == 6
