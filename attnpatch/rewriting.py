@@ -33,8 +33,12 @@ def rewrite(graph_module: GraphModule, example_inputs: Sequence[Any], **options:
 
     Raises:
         AttentionNotPatched: under ``strict``, when a site is refused.
+        TypeError: an option is unknown, or one of those that say how a graph is run.
         ValueError: an option's value is not allowed, or it is ``cache``, which is for ``patch``.
     """
+    for name in ("rest", "cuda_graphs"):
+        if name in options:
+            raise TypeError(f"{name}={options[name]!r} says how a graph is run, and rewrite runs none: use patch")
     chosen = of_graphs(from_keywords(options))
     copy = _copy(graph_module)
     _inline_leaf_modules(copy)

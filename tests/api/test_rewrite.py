@@ -179,6 +179,13 @@ def test_unknown_option(options):
         attnpatch.rewrite(gm, [torch.randn(2)], **options)
 
 
+@pytest.mark.parametrize("options", [{"rest": "eager"}, {"cuda_graphs": True}], ids=str)
+def test_options_of_a_run(options):
+    gm = torch.fx.symbolic_trace(nn.ReLU())
+    with pytest.raises(TypeError, match="says how a graph is run, and rewrite runs none"):
+        attnpatch.rewrite(gm, [torch.randn(2)], **options)
+
+
 def test_rewritten_graph_compiles_and_exports():
     module, x = Attention().eval(), torch.randn(B, H, S, D)
     rewritten, _ = attnpatch.rewrite(torch.fx.symbolic_trace(module), [x])
