@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from attnpatch import dispatch
-from attnpatch.graph import Writes
+from attnpatch.graph import Writes, op, value
 
 log = logging.getLogger("attnpatch")
 
@@ -36,7 +40,9 @@ def record_cuda_graph(
     graph = torch.cuda.CUDAGraph()
     device = next(x.device for x in args if isinstance(x, Tensor))
     # thread_local: other threads may go on using the device, as streamers and data loaders do
-    with torch.cuda.device(device), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    capture = torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+    here = torch.cuda.stream(torch.cuda.current_stream(device))  # back to it, even from a capture that fails at its end
+    with torch.cuda.device(device), here, capture:
         outputs = function(*args)
     return graph.replay, outputs
 
@@ -48,16 +54,18 @@ class Inputs(NamedTuple):
         kept: of tensors that are read and written where they lie: parameters, what the graph writes, large ones.
         copied: of all other tensors.
         numbers: of lengths and other numbers, which are what they were at the capture.
+        devices: types of devices of what the graph computes, see :func:`_devices`.
     """
 
     kept: tuple[int, ...]
     copied: tuple[int, ...]
     numbers: tuple[int, ...]
+    devices: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, graph: Graph, example_inputs: Sequence[Any]) -> Inputs:
         """Sort the inputs of a graph of Dynamo's."""
-        writes, found = Writes(graph), cls((), (), ())
+        writes, found = Writes(graph), cls((), (), (), _devices(graph))
         placeholders = graph.find_nodes(op="placeholder")
         for i, (node, x) in enumerate(zip(placeholders, example_inputs, strict=True)):
             if not isinstance(x, Tensor):
@@ -74,6 +82,20 @@ class Inputs(NamedTuple):
         return *[args[i] for i in self.numbers], *[args[i].data_ptr() for i in self.kept], *shapes
 
 
+def _devices(graph: Graph) -> frozenset[str]:
+    """Types of devices that a graph computes on, but for constants of one element.
+
+    Of what is computed on the CPU, or comes from there, a replay would see what was there at the capture.
+    """
+    found = set()
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            is_constant = not node.all_input_nodes and "rand" not in op(node)
+            tensors = [x for x in tree_leaves(value(node)) if isinstance(x, Tensor)]
+            found |= {x.device.type for x in tensors if x.dim() or not is_constant}
+    return frozenset(found)
+
+
 class Captured:
     """A captured call.
 
@@ -85,7 +107,8 @@ class Captured:
         kept: inputs that outputs may be views of.
 
     Raises:
-        ValueError: outputs share memory with each other or with a copy, so that handing out clones would part them.
+        ValueError: outputs record gradients, which clones do not, or share memory with each other or with a copy, so
+            that handing out clones would part them.
     """
 
     def __init__(
@@ -112,6 +135,8 @@ def _owned(outputs: Sequence[Any], copies: Sequence[Tensor], kept: Sequence[Tens
     theirs = {_storage(x) for x in kept}
     owned = [isinstance(x, Tensor) and _storage(x) not in theirs for x in outputs]
     storages = [_storage(x) for x, is_owned in zip(outputs, owned, strict=True) if is_owned]
+    if any(x.requires_grad for x, is_owned in zip(outputs, owned, strict=True) if is_owned):
+        raise ValueError("outputs record gradients")
     if len({*storages, *map(_storage, copies)}) < len(storages) + len({_storage(x) for x in copies}):
         raise ValueError("outputs share memory with each other or with an input")
     return owned
@@ -127,27 +152,46 @@ class Replays:
     def __init__(self, record: Record = record_cuda_graph, device_type: str = "cuda") -> None:
         self._record, self.device_type = record, device_type
         self._pool: Any = None
-        self._steps: list[ReplayedStep] = []
+        self._steps: weakref.WeakSet[ReplayedStep] = weakref.WeakSet()
+        self._streams: dict[torch.device, Any] = {}
+        self.lock = threading.Lock()
+        """Held from the first copy in to the last clone out: a replay may overwrite the outputs of another."""
 
     def step(self, function: Callable[..., Any], inputs: Inputs, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """``function``, replayed where calls repeat; ``function`` itself unless its inputs are on one such device.
+        """``function``, replayed where calls repeat; ``function`` itself unless it is all on one such device.
 
         Args:
             function: runs a graph; takes its inputs and returns a tuple.
             inputs: where the graph's inputs lie.
             example_inputs: such inputs.
         """
-        devices = {x.device for x in example_inputs if isinstance(x, Tensor)}
-        if [device.type for device in devices] != [self.device_type]:
+        tensors = [x for x in example_inputs if isinstance(x, Tensor)]
+        devices = {x.device for x in tensors}
+        is_here = [device.type for device in devices] == [self.device_type] and inputs.devices <= {self.device_type}
+        if not is_here or any(map(is_traceable_wrapper_subclass, tensors)):  # a wrapper has no address
             return function
-        self._steps.append(ReplayedStep(function, inputs, self))
-        return self._steps[-1]
+        step = ReplayedStep(function, inputs, self, devices.pop())
+        self._steps.add(step)
+        return step
+
+    def are_off(self) -> bool:
+        """Whether a call must run its graph: it records gradients, or someone else captures it."""
+        return torch.is_grad_enabled() or (self.device_type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+    def wait(self, device: torch.device) -> None:
+        """Stay behind the last replay on a device, which may have been on another stream: all share their memory."""
+        if device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(device)
+        last, self._streams[device] = self._streams.get(device, stream), stream
+        if stream != last:
+            stream.wait_stream(last)
 
     def record(self, function: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[[], None], Sequence[Any]]:
         """Capture a call in the pool of all steps: what is cloned out of one may be overwritten by the next."""
         if self._pool is None and self.device_type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
-        with dispatch.recording():  # a capture is no call
+        with dispatch.recording(), _casts_of_its_own():  # a capture is no call
             return self._record(function, args, self._pool)
 
     def release(self) -> None:
@@ -157,6 +201,17 @@ class Replays:
         self._steps.clear()
 
 
+@contextmanager
+def _casts_of_its_own() -> Iterator[None]:
+    """Let a graph cast weights itself: the casts that autocast keeps are gone when its context ends."""
+    keeps = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(keeps)
+
+
 class ReplayedStep:
     """A graph's callable that replays itself.
 
@@ -164,28 +219,29 @@ class ReplayedStep:
         function: runs the graph.
         inputs: how the graph takes its inputs.
         replays: captures calls.
+        device: where it runs.
     """
 
-    def __init__(self, function: Callable[..., Any], inputs: Inputs, replays: Replays) -> None:
-        self._function, self._inputs, self._replays = function, inputs, replays
+    def __init__(self, function: Callable[..., Any], inputs: Inputs, replays: Replays, device: torch.device) -> None:
+        self._function, self._inputs, self._replays, self._device = function, inputs, replays, device
         self._captured: Captured | None = None
         self._last: tuple[Any, ...] = ()
         self._is_refused = False
-        self._lock = threading.Lock()
 
     def __call__(self, *args: Any) -> Any:
-        """Run or replay the graph. A second thread, and a call that records gradients, runs it."""
-        if self._is_refused or torch.is_grad_enabled() or not self._lock.acquire(blocking=False):
+        """Run or replay the graph. A second thread, and a call that must not be replayed, runs it."""
+        if self._is_refused or self._replays.are_off() or not self._replays.lock.acquire(blocking=False):
             return self._function(*args)
         try:
             return self._step(args)
         finally:
-            self._lock.release()
+            self._replays.lock.release()
 
     def _step(self, args: Sequence[Any]) -> Any:
         key = self._inputs.key(args)
         is_repeated, self._last = key == self._last, key
         if self._captured is not None and key == self._captured.key:
+            self._replays.wait(self._device)
             return self._captured([args[i] for i in self._inputs.copied])
         result = self._function(*args)
         if is_repeated and dispatch.recorded_phases() and dispatch.recorded_phases() <= PHASES:
@@ -201,10 +257,13 @@ class ReplayedStep:
                     own[i] = args[i].detach().clone()
             replay, outputs = self._replays.record(self._function, own)
             copies, kept = ([own[i] for i in places] for places in (self._inputs.copied, self._inputs.kept))
+            if any(x._version for x in copies):  # by a graph inside of this one, or one that Inputs.of did not see
+                raise ValueError("a copied input is written")
             self._captured = Captured(key, copies, replay, outputs, kept)
         except Exception as error:  # of any operator that cannot be captured; the call itself has run
             self._is_refused = True
-            log.warning("a step is not replayed from a CUDA graph: %s", str(error).splitlines()[0])
+            reason = str(error) or type(error).__name__
+            log.warning("a step is not replayed from a CUDA graph: %s", reason.splitlines()[0])
 
     def release(self) -> None:
         """Forget what was captured; calls run the graph from now on."""

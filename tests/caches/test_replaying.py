@@ -5,7 +5,9 @@ import threading
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import DynamicCache, StaticCache
 
 import attnpatch
@@ -13,7 +15,7 @@ from attnpatch import dispatch
 from attnpatch.caches import layers
 from attnpatch.caches.buffered import BufferedCache
 from attnpatch.options import from_compile
-from attnpatch.replaying import Inputs, Replays
+from attnpatch.replaying import Inputs, ReplayedStep, Replays
 from tests.caches.conftest import MODES
 
 
@@ -23,22 +25,25 @@ class Recorder:
     def __init__(self):
         self.captures = self.replays = 0
         self.fails_with = None
+        self.keeps_casts = []
+        self.before_replay = lambda: None
 
     def __call__(self, function, args, pool):
-        if self.fails_with:
+        if self.fails_with is not None:
             raise RuntimeError(self.fails_with)
         self.captures += 1
+        self.keeps_casts.append(torch.is_autocast_cache_enabled())
         before = tree_map_only(Tensor, torch.clone, list(args))
         outputs = function(*args)
         for x, old in zip(args, before, strict=True):
             if isinstance(x, Tensor):
-                with torch.no_grad():
-                    x.copy_(old)
+                x.data.copy_(old)  # a capture writes nothing, yet counts versions
         for x in outputs:
             if isinstance(x, Tensor) and x.is_floating_point():
-                x.fill_(torch.nan)
+                x.data.fill_(torch.nan)
 
         def replay():
+            self.before_replay()
             self.replays += 1
             with dispatch.recording():  # no Python of the operator runs in a replay
                 results = function(*args)
@@ -174,6 +179,12 @@ def test_a_prefill_is_not_captured(patched, recorder, prompt):
     assert calls(model, captured=False) == {"prefill": 4}
 
 
+def test_an_error_without_a_message_is_said_by_its_name(recorder, caplog):
+    recorder.fails_with = ""
+    assert called(doubling(Replays(recorder, "cpu")), 1, 2, 3) == [[2.0, 2.0], [4.0, 4.0], [6.0, 6.0]]
+    assert "a step is not replayed from a CUDA graph: RuntimeError" in caplog.text
+
+
 def test_what_cannot_be_captured_runs_and_is_said_once(model_with, patched, recorder, run, caplog):
     expected = run(model_with(num_hidden_layers=1), None, max_new_tokens=10)
     model = patched()
@@ -188,22 +199,99 @@ def test_unpatch_lets_go_of_captured_steps(patched, run):
     model = patched()
     run(model, BufferedCache(model), max_new_tokens=8)
     replays = model._compiled_call_impl.collector.replays
-    steps = [step for step in replays._steps if step._captured]
+    steps = [step for step in replays._steps if step._captured]  # held here: a model's are let go with it
     assert len(steps) == 1
     attnpatch.unpatch(model)
     assert steps[0]._captured is None
-    assert replays._steps == []
+    assert len(replays._steps) == 0
 
 
-def test_a_second_thread_runs_beside_a_replay(recorder):
-    """It must not overwrite the captured call's inputs."""
-    step = Replays(recorder, "cpu").step(lambda x: (x * 2,), Inputs((), (0,), ()), [torch.ones(2)])
-    seen = []
-    with torch.no_grad(), step._lock:
-        thread = threading.Thread(target=lambda: seen.append(step(torch.full((2,), 4.0))[0].tolist()))
-        thread.start()
-        thread.join(timeout=10)
-    assert seen == [[8.0, 8.0]]
+def doubling(replays, **options):
+    """A decode step that doubles its one input."""
+    return replays.step(lambda x: _decoded((x * 2,)), Inputs((), (0,), (), **options), [torch.ones(2)])
+
+
+def called(step, *values):
+    """What a step gives for inputs of these values, one call each."""
+    found = []
+    for x in values:
+        with torch.no_grad(), dispatch.recording():
+            found.append(step(torch.full((2,), float(x)))[0].tolist())
+    return found
+
+
+def test_a_second_thread_runs_beside_a_replay_of_any_step(recorder):
+    """It must overwrite neither the captured call's inputs nor, in the memory that steps share, its outputs."""
+    replays = Replays(recorder, "cpu")
+    steps, seen = (doubling(replays), doubling(replays)), []
+    for step in steps:
+        called(step, 1, 2)
+    assert recorder.captures == 2
+
+    def beside():
+        recorder.before_replay = lambda: None
+        for step in steps:
+            thread = threading.Thread(target=lambda step=step: seen.extend(called(step, 4)))
+            thread.start()
+            thread.join(timeout=10)
+
+    recorder.before_replay = beside
+    assert called(steps[0], 3) == [[6.0, 6.0]]
+    assert (seen, recorder.replays) == ([[8.0, 8.0]] * 2, 1)
+
+
+class Stream:
+    """A stream of a device that is not here."""
+
+    def __init__(self):
+        self.waits_for = []
+
+    def wait_stream(self, other):
+        self.waits_for.append(other)
+
+
+def test_a_replay_on_another_stream_waits_for_the_one_before(monkeypatch, recorder):
+    device, (first, second) = torch.device("cuda", 1), (Stream(), Stream())
+    replays = Replays(recorder)
+    for stream in (first, first, second, second, first):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda of, stream=stream: stream if of == device else None)
+        replays.wait(device)
+    assert (first.waits_for, second.waits_for) == ([second], [first])
+
+
+def test_a_step_that_someone_else_captures_is_a_part_of_that(monkeypatch, recorder):
+    step = doubling(replays := Replays(recorder, "cpu"))
+    called(step, 1, 2, 3)
+    assert (recorder.captures, recorder.replays) == (1, 1)
+    replays.device_type = "cuda"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert called(step, 4, 5) == [[8.0, 8.0], [10.0, 10.0]]
+    assert (recorder.captures, recorder.replays) == (1, 1)
+
+
+def test_casts_that_autocast_keeps_are_no_part_of_a_capture(recorder):
+    """They are freed when its context ends, and the graph would go on reading where they were."""
+    with torch.autocast("cpu", torch.bfloat16):
+        called(doubling(Replays(recorder, "cpu")), 1, 2)
+        assert torch.is_autocast_cache_enabled()
+    assert recorder.keeps_casts == [False]
+
+
+def test_what_a_graph_inside_of_the_graph_writes_is_not_lost(recorder, caplog):
+    def count(x, steps):
+        return checkpoint(lambda x: x + steps.add_(1), x, use_reentrant=False) * 1
+
+    def backend(gm, example_inputs):
+        inputs = Inputs.of(gm.graph, example_inputs)
+        return Replays(recorder, "cpu").step(lambda *args: _decoded(gm(*args)), inputs, example_inputs)
+
+    step, steps, found = torch.compile(count, backend=backend), torch.zeros(1), []
+    for _ in range(5):
+        with torch.no_grad(), dispatch.recording():
+            found.append(step(torch.ones(1), steps).item())
+    assert (found, steps.item()) == ([2.0, 3.0, 4.0, 5.0, 6.0], 5.0)
+    assert (recorder.captures, recorder.replays) == (1, 0)
+    assert "a copied input is written" in caplog.text
 
 
 def pair(x):
@@ -211,16 +299,29 @@ def pair(x):
     return y, y[:1]
 
 
-@pytest.mark.parametrize("function", [pair, lambda x: (x.view(-1),)], ids=["each other", "a copy"])
-def test_outputs_that_share_memory_are_not_parted(recorder, caplog, function):
+def with_gradients(x):
+    with torch.enable_grad():
+        return (x * torch.ones(2, requires_grad=True),)
+
+
+SHARE = "outputs share memory with each other or with an input"
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [(pair, SHARE), (lambda x: (x.view(-1),), SHARE), (with_gradients, "outputs record gradients")],
+    ids=["each other", "a copy", "gradients"],
+)
+def test_outputs_are_not_parted_from_what_they_belong_to(recorder, caplog, function, reason):
     step = Replays(recorder, "cpu").step(lambda x: _decoded(function(x)), Inputs((), (0,), ()), [torch.ones(2)])
-    with torch.no_grad():
-        for n in range(4):
-            with dispatch.recording():
-                x = torch.full((2,), float(n))
-                assert torch.equal(step(x)[0], function(x)[0])
+    for n in range(4):
+        with torch.no_grad(), dispatch.recording():
+            x = torch.full((2,), float(n))
+            found, expected = step(x)[0], function(x)[0]
+        assert torch.equal(found, expected)
+        assert found.requires_grad == expected.requires_grad
     assert (recorder.captures, recorder.replays) == (1, 0)
-    assert "outputs share memory with each other or with an input" in caplog.text
+    assert reason in caplog.text
 
 
 def _decoded(outputs):
@@ -237,6 +338,47 @@ def test_inputs_are_kept_where_they_are_large_written_or_parameters():
         node.meta["example_value"] = x
     graph.call_method("add_", (nodes[2], 1))
     assert Inputs.of(graph, tensors) == Inputs(kept=(1, 2, 3), copied=(0,), numbers=(4,))
+
+
+@pytest.mark.parametrize(
+    ("compute", "devices"),
+    [
+        (lambda x: x + 1, {"meta"}),
+        (lambda x: x * torch.tensor(2.0), {"meta"}),
+        (lambda x: x * torch.rand(()), {"meta", "cpu"}),
+        (lambda x: x + torch.arange(4).to("meta", non_blocking=True), {"meta", "cpu"}),
+        (lambda x: (x + 1).to("cpu", non_blocking=True), {"meta", "cpu"}),
+    ],
+    ids=["there", "constant", "random number", "brought", "taken away"],
+)
+def test_devices_that_a_graph_computes_on(compute, devices):
+    """Memory of the host that a replay would read again, or write too late, is freed by then."""
+    found = []
+
+    def backend(gm, example_inputs):
+        found.append(Inputs.of(gm.graph, example_inputs).devices)
+        return lambda *args: args
+
+    torch.compile(compute, backend=backend)(torch.zeros(4, device="meta"))
+    assert found == [devices]
+
+
+def test_graphs_that_use_the_host_are_left_alone(recorder):
+    assert isinstance(doubling(Replays(recorder, "cpu"), devices=frozenset({"cpu"})), ReplayedStep)
+    assert not isinstance(doubling(Replays(recorder, "cpu"), devices=frozenset({"cpu", "meta"})), ReplayedStep)
+
+
+def test_wrappers_of_tensors_are_left_alone(recorder):
+    """They all lie at address 0."""
+    wrapper = TwoTensor(torch.ones(2), torch.ones(2))
+    assert Replays(recorder, "cpu").step(torch.neg, Inputs((0,), (), ()), [wrapper]) is torch.neg
+
+
+def test_steps_of_a_model_that_is_gone_are_let_go(recorder):
+    step = doubling(replays := Replays(recorder, "cpu"))
+    called(step, 1, 2)
+    del step
+    assert len(replays._steps) == 0
 
 
 @pytest.mark.parametrize("device_types", [("meta",), ("cpu", "meta")], ids=str)
