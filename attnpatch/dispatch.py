@@ -125,12 +125,14 @@ class Recording:
 
     Attributes:
         watch: how long they took; None unless :func:`timed` asks for it and the run was timed from end to end.
+        replayed: what was recorded when the CUDA graph that replayed this run was captured; None where none did.
     """
 
     def __init__(self, watch: Watch | None = None) -> None:
         self.dispatches: list[Dispatch] = []
         self.traffic: list[Traffic] = []
         self.watch = watch
+        self.replayed: Recording | None = None
 
 
 class _Current(threading.local):
@@ -140,7 +142,8 @@ class _Current(threading.local):
 
 
 _current = _Current()
-_timed = False
+_timers: list[object] = []
+"""One for each :func:`timed` in progress, on any thread."""
 
 
 @contextmanager
@@ -150,12 +153,11 @@ def timed() -> Iterator[None]:
     A timed run waits for its device at its beginning and end. Nothing else about it differs; one that a CUDA graph
     captures or replays is not timed.
     """
-    global _timed
-    outer, _timed = _timed, True
+    _timers.append(object())
     try:
         yield
     finally:
-        _timed = outer
+        _timers.pop()
 
 
 @contextmanager
@@ -164,13 +166,19 @@ def recording() -> Iterator[Recording]:
     outer = _current.recording
     if outer is not None:
         outer.watch = None  # what runs inside is none of its own
-    _current.recording = recorded = Recording(Watch() if _timed else None)
+    _current.recording = recorded = Recording(Watch() if _timers else None)
     try:
         yield recorded
         if recorded.watch is not None and not recorded.watch.stop():
             recorded.watch = None
     finally:
         _current.recording = outer
+
+
+def note_replay(captured: Recording) -> None:
+    """Say in the recording in progress that a CUDA graph replays what ``captured`` recorded."""
+    if _current.recording is not None:
+        _current.recording.replayed = captured
 
 
 def recorded_phases() -> set[str]:

@@ -191,6 +191,8 @@ def written_by(node: Node) -> list[Node]:
         found = [node.kwargs["kwargs"]]
     elif node.kwargs.get("out") is not None:
         found = [node.kwargs["out"]]
+    elif op(node) in ("batch_norm", "instance_norm"):
+        found = [arg(node, 1, "running_mean"), arg(node, 2, "running_var")]
     else:
         name = op(node)
         writes = name in ("setitem", "setattr") or (name.endswith("_") and not name.endswith("__"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -105,6 +105,7 @@ class Captured:
         replay: fills ``outputs``.
         outputs: the graph's own.
         kept: inputs that outputs may be views of.
+        recorded: what the call dispatched.
 
     Raises:
         ValueError: outputs record gradients, which clones do not, or share memory with each other or with a copy, so
@@ -118,8 +119,10 @@ class Captured:
         replay: Callable[[], None],
         outputs: Sequence[Any],
         kept: Sequence[Tensor],
+        recorded: dispatch.Recording,
     ) -> None:
         self.key, self.copies, self._replay, self._outputs = key, copies, replay, outputs
+        self._recorded = recorded
         self._owned = _owned(outputs, copies, kept)
 
     def __call__(self, inputs: list[Tensor]) -> tuple[Any, ...]:
@@ -127,6 +130,7 @@ class Captured:
         if inputs:
             torch._foreach_copy_(self.copies, inputs)
         self._replay()
+        dispatch.note_replay(self._recorded)
         return tuple(x.clone() if owned else x for x, owned in zip(self._outputs, self._owned, strict=True))
 
 
@@ -154,6 +158,7 @@ class Replays:
         self._pool: Any = None
         self._steps: weakref.WeakSet[ReplayedStep] = weakref.WeakSet()
         self._streams: dict[torch.device, Any] = {}
+        self._was_said = False
         self.lock = threading.Lock()
         """Held from the first copy in to the last clone out: a replay may overwrite the outputs of another."""
 
@@ -169,10 +174,20 @@ class Replays:
         devices = {x.device for x in tensors}
         is_here = [device.type for device in devices] == [self.device_type] and inputs.devices <= {self.device_type}
         if not is_here or any(map(is_traceable_wrapper_subclass, tensors)):  # a wrapper has no address
+            self._say_where(devices, inputs)
             return function
         step = ReplayedStep(function, inputs, self, devices.pop())
         self._steps.add(step)
         return step
+
+    def _say_where(self, devices: Collection[torch.device], inputs: Inputs) -> None:
+        """Once, since someone asked for replays."""
+        if not self._was_said:
+            self._was_said = True
+            where = sorted({str(device) for device in devices} | inputs.devices) or ["no device"]
+            log.warning(
+                "cuda_graphs=True: a graph on %s is not replayed; one of plain tensors on one GPU is", ", ".join(where)
+            )
 
     def are_off(self) -> bool:
         """Whether a call must run its graph: it records gradients, or someone else captures it."""
@@ -187,12 +202,14 @@ class Replays:
         if stream != last:
             stream.wait_stream(last)
 
-    def record(self, function: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[[], None], Sequence[Any]]:
+    def record(
+        self, function: Callable[..., Any], args: Sequence[Any]
+    ) -> tuple[Callable[[], None], Sequence[Any], dispatch.Recording]:
         """Capture a call in the pool of all steps: what is cloned out of one may be overwritten by the next."""
         if self._pool is None and self.device_type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
-        with dispatch.recording(), _casts_of_its_own():  # a capture is no call
-            return self._record(function, args, self._pool)
+        with dispatch.recording() as recorded, _casts_of_its_own():  # a capture is no call
+            return *self._record(function, args, self._pool), recorded
 
     def release(self) -> None:
         """Let go of all captured steps and their memory."""
@@ -255,11 +272,11 @@ class ReplayedStep:
             with torch.inference_mode(False):  # copies outlive the mode of this call
                 for i in self._inputs.copied:
                     own[i] = args[i].detach().clone()
-            replay, outputs = self._replays.record(self._function, own)
+            replay, outputs, recorded = self._replays.record(self._function, own)
             copies, kept = ([own[i] for i in places] for places in (self._inputs.copied, self._inputs.kept))
             if any(x._version for x in copies):  # by a graph inside of this one, or one that Inputs.of did not see
                 raise ValueError("a copied input is written")
-            self._captured = Captured(key, copies, replay, outputs, kept)
+            self._captured = Captured(key, copies, replay, outputs, kept, recorded)
         except Exception as error:  # of any operator that cannot be captured; the call itself has run
             self._is_refused = True
             reason = str(error) or type(error).__name__

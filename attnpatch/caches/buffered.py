@@ -111,21 +111,30 @@ class BufferedCache(DynamicCache):
         """
         inputs, tokens = inputs_of(arguments, type(self).__name__), self.tokens
         self._begin(inputs.shape[0], inputs.shape[1], inputs.device)
-        tokens.hooked = True
         reads_end = tokens.new > 1 and self._indices(*RECURRENT)
-        tokens.padded = not tokens.first and not reads_end and takes_padded_keys(model, arguments)
-        if not tokens.padded:
-            return arguments
-        others = set(BOUNDED) - {self.layer_types[i] for i in self.buffered}
-        arguments = with_padded_mask(arguments, inputs, tokens.length + tokens.new, tokens.capacity, others)
-        mask = arguments["attention_mask"]
-        if isinstance(mask, Tensor) and tokens.capacity == tokens.first_capacity:
-            torch._dynamo.mark_static(mask, mask.dim() - 1)  # not a symbol, though the first forward's was narrower
+        padded = not tokens.first and not reads_end and takes_padded_keys(model, arguments)
+        if padded:
+            others = set(BOUNDED) - {self.layer_types[i] for i in self.buffered}
+            arguments = with_padded_mask(arguments, inputs, tokens.length + tokens.new, tokens.capacity, others)
+            mask = arguments["attention_mask"]
+            if isinstance(mask, Tensor) and tokens.capacity == tokens.first_capacity:
+                torch._dynamo.mark_static(mask, mask.dim() - 1)  # not a symbol, though the first forward's was narrower
+        tokens.hooked, tokens.padded = True, padded
         return arguments
 
     def after_forward(self, stored: bool) -> None:
-        """End what :meth:`before_forward` began; ``stored`` says whether the model ran to its end."""
-        self.tokens.hooked = self.tokens.padded = False
+        """End what :meth:`before_forward` began; ``stored`` says whether the model ran to its end.
+
+        Raises:
+            ValueError: the model stored more tokens than it was given, as one with a prefix of its own.
+        """
+        tokens = self.tokens
+        tokens.hooked = tokens.padded = False
+        if stored and tokens.written not in (None, tokens.new):
+            raise ValueError(
+                f"the model was given {tokens.new} tokens and stored {tokens.written}: it has some of its own, which a "
+                f"{type(self).__name__} does not count. Give it a DynamicCache (cache=None)"
+            )
         if stored:
             self._commit()
 
@@ -188,7 +197,7 @@ class BufferedCache(DynamicCache):
         if count:
             self.tokens.length = min(count, length) if count > 0 else max(length + count, 0)
 
-    def to(self, device: torch.device | str) -> BufferedCache:
+    def move_to(self, device: torch.device | str) -> BufferedCache:
         """Move all layers to a device, in place; returns the cache."""
         for layer in self.layers:
             with lasting():

@@ -77,7 +77,11 @@ def _padded(mask: Any, width: int, other: Collection[str]) -> Any:
 
     1 and True show a key in two dimensions, 0.0 in more.
     """
-    if not isinstance(mask, Tensor):
+    if not isinstance(mask, (Tensor, dict)):
+        raise ValueError(
+            f"attention_mask is a {type(mask).__name__}; this cache takes a tensor or a dict of them by type of layer"
+        )
+    if isinstance(mask, dict):
         return {kind: x if x is None or kind in other else _padded(x, width, ()) for kind, x in mask.items()}
     hidden = torch.finfo(mask.dtype).min if mask.dim() > 2 and mask.is_floating_point() else 0
     return pad(mask, (0, width - mask.shape[-1]), value=hidden)

@@ -85,6 +85,8 @@ class Tokens:
         self.length = self.new = 0
         self.hooked = False
         """Whether the caller of the model began this forward and will end it (see before_forward)."""
+        self.written: int | None = None
+        """Tokens that layers stored in this forward; None = not yet any."""
         self.padded = False
         """Whether this forward reads buffers up to their capacity, so that its graphs serve any length."""
         self.first = True
@@ -101,7 +103,7 @@ class Tokens:
                 f"the cache holds {self.length} tokens and was given {new} more; max_cache_len is {self.limit}. "
                 "Make it larger, or None, which lets the cache grow"
             )
-        self.new, self.first = new, self.length == 0
+        self.new, self.first, self.written = new, self.length == 0, None
         if self.first or needed > self.capacity:
             self.capacity = self.limit or _room(needed, self.first_capacity)
         with lasting():
@@ -196,6 +198,7 @@ class BufferedLayer(CacheLayerMixin):
             *(self.key_buffer, self.value_buffer, centred, value_states, position, None),
             *(self.key_scale, self.value_scale),
         )
+        tokens.written = key_states.shape[2]
         if tokens.first:
             return key_states, value_states
         end = None if tokens.padded else tokens.length + key_states.shape[2]

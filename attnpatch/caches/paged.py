@@ -189,6 +189,8 @@ class PagedCache(Cache):
         num_layers, num_kv_heads, head_dim = _dimensions(config)
         shape = (num_pages, num_kv_heads, page_size, head_dim)
         dtype = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
+        if isinstance(dtype, str):  # what save_pretrained makes of a config's
+            dtype = getattr(torch, dtype)
         with torch.inference_mode(False):  # zeros: what no row may see is still multiplied by 0 where nothing is fused
             pools = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(2 * num_layers)]
         self._hold(table, pools, on_full)
@@ -231,11 +233,11 @@ class PagedCache(Cache):
         inputs = inputs_of(arguments, "PagedCache")
         batch, new = inputs.shape[:2]
         self._reserve(batch, new)
-        self.sequences.hooked = True
-        self.sequences.padded = takes_padded_keys(model, arguments)
-        if not self.sequences.padded:
-            return arguments
-        return with_padded_mask(arguments, inputs, self.sequences.table.length + new, self.sequences.capacity())
+        padded, length = takes_padded_keys(model, arguments), self.sequences.table.length + new
+        if padded:
+            arguments = with_padded_mask(arguments, inputs, length, self.sequences.capacity())
+        self.sequences.hooked, self.sequences.padded = True, padded
+        return arguments
 
     def after_forward(self, stored: bool) -> None:
         """End what :meth:`before_forward` began; ``stored`` says whether the model ran to its end."""

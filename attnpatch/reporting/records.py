@@ -70,10 +70,11 @@ class GraphRecord:
         return sum(sum(traffic) for traffic in self.traffic)
 
     def count(self, recorded: Recording) -> None:
-        """Count one run. Nothing dispatched although sites are fused: a CUDA graph replayed the last run."""
+        """Count one run. Nothing dispatched although sites are fused: a CUDA graph replayed it, or the last."""
         captured = bool(self.fused) and not recorded.dispatches
-        if not captured:
-            self._last = tuple(recorded.dispatches), recorded.traffic
+        known = recorded.replayed or (None if captured else recorded)
+        if known is not None:
+            self._last = tuple(known.dispatches), known.traffic
         if (self._last[0], captured) not in self.runs:
             self._log_first(captured)
         self.runs[self._last[0], captured] += 1

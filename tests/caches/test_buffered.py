@@ -152,3 +152,36 @@ def test_no_graph_is_made_after_the_first_growth(model, run, graphs, monkeypatch
     attnpatch.patch(model, strict=True)
     assert torch.equal(run(model, BufferedCache(model), max_new_tokens=120), expected)
     assert len(graphs) == 3, "prefill, decode in the first buffer, decode in any: of 48, 96 and 144 tokens"
+
+
+def test_a_model_with_tokens_of_its_own(model, prompt):
+    """It stores more than it was given, which nobody would count."""
+    from transformers import LlamaForCausalLM
+
+    class Prefixed(LlamaForCausalLM):
+        def forward(self, input_ids, past_key_values=None, **kwargs):
+            embeds = self.model.embed_tokens(input_ids)
+            return super().forward(inputs_embeds=torch.cat([embeds[:, :2], embeds], 1), past_key_values=past_key_values)
+
+    prefixed = Prefixed(model.config).eval()
+    attnpatch.patch(prefixed)
+    cache = BufferedCache(prefixed)
+    with torch.no_grad(), pytest.raises(ValueError, match="was given 9 tokens and stored 11: it has some of its own"):
+        prefixed(input_ids=prompt(9)["input_ids"], past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_mask_that_is_none(model, prompt):
+    """The call ends before it began: the cache goes on as it was, in a model that is not patched, too."""
+    ids, cache, other = prompt(9)["input_ids"], BufferedCache(model), DynamicCache(config=model.config)
+    attnpatch.patch(model)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="attention_mask is a str; this cache takes a tensor or a dict"):
+            model(ids[:, :1], past_key_values=cache, attention_mask="causal")
+        attnpatch.unpatch(model)
+        model(ids, past_key_values=other)
+        for _ in range(3):
+            logits = [model(ids[:, :1], past_key_values=x).logits for x in (cache, other)]
+    assert cache.get_seq_length() == 12
+    torch.testing.assert_close(*logits)

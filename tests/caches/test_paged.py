@@ -259,3 +259,9 @@ def test_import_needs_neither_transformers_nor_triton():
     assert attnpatch.PagedCache is PagedCache
     with pytest.raises(AttributeError, match="no attribute 'PagedCash'"):
         attnpatch.PagedCash  # noqa: B018
+
+
+def test_the_config_of_a_saved_model(model, tmp_path):
+    """transformers turns its dtype into a word."""
+    model.config.dtype = "float64"
+    assert PagedCache(model.config, num_pages=4).layers[0].keys.dtype == torch.float64

@@ -16,6 +16,8 @@ from attnpatch.caches import layers
 from attnpatch.caches.buffered import BufferedCache
 from attnpatch.options import from_compile
 from attnpatch.replaying import Inputs, ReplayedStep, Replays
+from attnpatch.reporting import GraphRecord
+from attnpatch.rewriter import SiteRecord
 from tests.caches.conftest import MODES
 
 
@@ -361,6 +363,40 @@ def test_devices_that_a_graph_computes_on(compute, devices):
 
     torch.compile(compute, backend=backend)(torch.zeros(4, device="meta"))
     assert found == [devices]
+
+
+def test_a_replay_counts_as_the_call_that_was_captured(recorder):
+    """Not as the graph's last run, which may have been of another kind."""
+    step = Replays(recorder, "cpu").step(lambda x: _decoded((x + 1,)), Inputs((), (0,), ()), [torch.ones(2)])
+    record = GraphRecord([SiteRecord("layer", "rule", "", "here")])
+    with torch.no_grad():
+        for n in (2, 2, 3, 2):
+            with dispatch.recording() as recorded:
+                step(torch.ones(n))
+            if n == 3:
+                recorded.dispatches[:] = [dispatch.Dispatch("append", "cpu.tiled", "")]
+            record.count(recorded)
+    assert recorder.replays == 1
+    counted = [(d.phase, captured, n) for ((d,), captured), n in record.runs.items()]
+    assert counted == [("decode", False, 2), ("append", False, 1), ("decode", True, 1)]
+
+
+def test_who_asks_for_replays_where_there_are_none_is_told_once(recorder, caplog):
+    replays = Replays(recorder, "cuda")
+    for _ in range(2):
+        replays.step(torch.neg, Inputs((), (0,), ()), [torch.zeros(2)])
+    said = [r.getMessage() for r in caplog.records if r.name == "attnpatch"]
+    assert said == ["cuda_graphs=True: a graph on cpu is not replayed; one of plain tensors on one GPU is"]
+
+
+def test_running_statistics_are_written():
+    graph = torch.fx.Graph()
+    tensors = [torch.zeros(2, 3, 4), torch.zeros(3), torch.ones(3)]
+    nodes = [graph.placeholder(name) for name in ("x", "mean", "var")]
+    for node, x in zip(nodes, tensors, strict=True):
+        node.meta["example_value"] = x
+    graph.call_function(torch.nn.functional.batch_norm, (nodes[0], *nodes[1:]), {"training": True})
+    assert Inputs.of(graph, tensors).kept == (1, 2)
 
 
 def test_graphs_that_use_the_host_are_left_alone(recorder):

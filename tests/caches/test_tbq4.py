@@ -275,7 +275,7 @@ def test_moves_between_devices(model_with):
     model = model_with("Gemma2", sliding_window=4, layer_types=["full_attention", "sliding_attention"])
     cache = TBQ4Cache(model, centre_keys=True)
     logits(model, ids_of(5), cache)
-    assert cache.to("meta") is cache
+    assert cache.move_to("meta") is cache
     assert {x.device.type for x in tensors_of(cache)} == {"meta"}
     assert len(tensors_of(cache)) == 5 + 3
     assert (cache.layers[0].device.type, cache.layers[1].device.type) == ("meta", "meta")

@@ -252,3 +252,16 @@ def test_percent(part, said):
 )
 def test_milliseconds(seconds, said):
     assert milliseconds(seconds) == said
+
+
+def test_two_that_time_at_once():
+    """Who leaves first does not end the other's timing, who leaves last ends all."""
+    first, second = dispatch.timed(), dispatch.timed()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    with dispatch.recording() as recorded:
+        assert recorded.watch is not None
+    second.__exit__(None, None, None)
+    with dispatch.recording() as recorded:
+        assert recorded.watch is None
