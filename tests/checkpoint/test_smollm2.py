@@ -3,7 +3,6 @@
 Everything is compared with the unpatched eager model, in float32 on the CPU.
 """
 
-import statistics
 import time
 from collections.abc import Iterator
 
@@ -160,7 +159,7 @@ def test_peak_memory_of_a_long_prefill(original):
 
 
 def test_prefill_is_faster_than_eager_and_no_slower_than_sdpa(original):
-    """2,048 tokens. Neighbouring runs are compared, so that a busy machine slows both sides of a ratio."""
+    """2,048 tokens. The best of several runs in turns: what else a machine does only ever makes a run slower."""
     models = {"eager": original[0]}
     for name in ("sdpa", "attnpatch"):
         models[name] = measure.load_implementation(name, None, None, torch.float32, "cpu")
@@ -174,7 +173,8 @@ def test_prefill_is_faster_than_eager_and_no_slower_than_sdpa(original):
 
     for name in ("sdpa", "attnpatch"):
         seconds(name)
-    of_sdpa = [seconds("attnpatch") / seconds("sdpa") for _ in range(5)]
-    of_eager = [seconds("attnpatch") / seconds("eager") for _ in range(2)]
-    assert statistics.median(of_sdpa) <= 1.1, of_sdpa
-    assert statistics.median(of_eager) < 1.0, of_eager
+    runs = ["attnpatch", "sdpa"] * 6 + ["eager"] * 2
+    times = [(name, seconds(name)) for name in runs]
+    best = {name: min(t for n, t in times if n == name) for name in models}
+    assert best["attnpatch"] <= 1.1 * best["sdpa"], times
+    assert best["attnpatch"] < best["eager"], times
