@@ -115,11 +115,7 @@ def plot(rows: list[Row], title: str, path: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser = shared.parser(__doc__)
-    parser.add_argument(
-        "--seqlens", type=shared.count, nargs="+", metavar="S", help="default: 512 to 2048, on a GPU to 8192"
-    )
-    parser.add_argument("--heads", type=shared.count, default=8, metavar="N", help="default %(default)s")
-    parser.add_argument("--head-dim", type=shared.count, default=64, metavar="N", help="default %(default)s")
+    shared.sizes(parser, "default: 512 to 2048, on a GPU to 8192", heads=8, head_dim=64)
     args = parser.parse_args(argv)
     seqlens = args.seqlens or (512, 1024, 2048, 4096, 8192)[: 5 if args.device.type == "cuda" else 3]
     rows = [measure(seqlen, args.heads, args.head_dim, args.device) for seqlen in seqlens]

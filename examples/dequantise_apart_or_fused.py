@@ -76,20 +76,17 @@ def show(rows: list[Row], title: str) -> None:
 def plot(rows: list[Row], title: str, path: str) -> None:
     figure, (size, time) = shared.panels(2, title)
     keys = [row.seqlen for row in rows]
-    moved = {name: [row.moved[name] / 2**20 for row in rows] for name in rows[0].moved}
+    moved = shared.series([row.moved for row in rows], 2**20)
     dense = {"bfloat16, never in 4 bits": [row.dense / 2**20 for row in rows]}
     shared.lines(size, keys, moved | dense, "keys", "K and V moved by a step, MiB")
-    shared.lines(time, keys, {name: [row.ms[name] for row in rows] for name in rows[0].ms}, "keys", "ms")
+    shared.lines(time, keys, shared.series([row.ms for row in rows]), "keys", "ms")
     figure.savefig(path, dpi=120)
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser = shared.parser(__doc__)
-    parser.add_argument(
-        "--seqlens", type=shared.count, nargs="+", metavar="S", help="keys; default 2048 to 8192, on a GPU to 32768"
-    )
-    for name, default in (("batch", 1), ("kv-heads", 8), ("group-size", 4), ("head-dim", 128)):
-        parser.add_argument(f"--{name}", type=shared.count, default=default, metavar="N", help="default %(default)s")
+    keys = "keys; default 2048 to 8192, on a GPU to 32768"
+    shared.sizes(parser, keys, batch=1, kv_heads=8, group_size=4, head_dim=128)
     args = parser.parse_args(argv)
     try:
         tbq4.blocks_of(args.head_dim)

@@ -77,8 +77,7 @@ def plot(rows: list[Row], title: str, path: str) -> None:
     read = {f"read, {name}": [row.read[name] / 2**20 for row in rows] for name in rows[0].read}
     moved = {"read, repeated, and copied before": [(row.read["repeated"] + row.copied) / 2**20 for row in rows]}
     shared.lines(size, groups, read | moved, "query heads per K/V head", "K and V moved, MiB")
-    ms = {name: [row.ms[name] for row in rows] for name in rows[0].ms}
-    shared.lines(time, groups, ms, "query heads per K/V head", "ms")
+    shared.lines(time, groups, shared.series([row.ms for row in rows]), "query heads per K/V head", "ms")
     figure.savefig(path, dpi=120)
 
 
@@ -90,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     )
     parser.add_argument("--seqlen", type=shared.count, metavar="S", help="keys; default 8192, on a GPU 65536")
     parser.add_argument("--rows", type=shared.count, default=1, metavar="N", help="queries; default 1, a decode step")
-    parser.add_argument("--head-dim", type=shared.count, default=64, metavar="N", help="default %(default)s")
+    shared.sizes(parser, head_dim=64)
     args = parser.parse_args(argv)
     args.seqlen = args.seqlen or (65536 if args.device.type == "cuda" else 8192)
     for group_size in args.group_sizes:

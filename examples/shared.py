@@ -40,6 +40,15 @@ def parser(text: str, plots: bool = True) -> argparse.ArgumentParser:
     return made
 
 
+def sizes(parser: argparse.ArgumentParser, seqlens: str = "", **defaults: int) -> None:
+    """``--seqlens``, of which ``seqlens`` says what they are by default, and a number for each of ``defaults``."""
+    if seqlens:
+        parser.add_argument("--seqlens", type=count, nargs="+", metavar="S", help=seqlens)
+    for name, default in defaults.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=count, default=default, metavar="N", help="default %(default)s")
+
+
 def needs(parser: argparse.ArgumentParser, *modules: str) -> None:
     """Exit with 2 and the command to install it when one of Hugging Face's modules is not here."""
     for module in modules:
@@ -158,6 +167,11 @@ def panels(number: int, title: str) -> tuple[Any, Any]:
     axes = figure.subplots(1, number, squeeze=False)[0]
     figure.suptitle(title, fontsize=10)
     return figure, axes
+
+
+def series(rows: Sequence[Mapping[str, float]], unit: float = 1.0) -> dict[str, list[float]]:
+    """What :func:`lines` draws of one number per name in every row."""
+    return {name: [row[name] / unit for row in rows] for name in rows[0]}
 
 
 def lines(axes: Any, x: Sequence[int], series: Mapping[str, Sequence[float]], xlabel: str, ylabel: str) -> None:

@@ -62,18 +62,13 @@ def plot(rows: list[Row], title: str, path: str) -> None:
     peaks = {name: [(row.peak[name] or 0) / 2**20 for row in rows] for name in rows[0].peak}
     one = {"one S x S matrix of scores": [row.score_bytes / 2**20 for row in rows]}
     shared.lines(memory, seqlens, peaks | one, "S, queries and keys", "peak memory above q, k and v, MiB")
-    ms = {name: [row.ms[name] for row in rows] for name in rows[0].ms}
-    shared.lines(time, seqlens, ms, "S, queries and keys", "ms")
+    shared.lines(time, seqlens, shared.series([row.ms for row in rows]), "S, queries and keys", "ms")
     figure.savefig(path, dpi=120)
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     parser = shared.parser(__doc__)
-    parser.add_argument(
-        "--seqlens", type=shared.count, nargs="+", metavar="S", help="default: 512 to 2048, on a GPU to 4096"
-    )
-    parser.add_argument("--heads", type=shared.count, default=8, metavar="N", help="default %(default)s")
-    parser.add_argument("--head-dim", type=shared.count, default=64, metavar="N", help="default %(default)s")
+    shared.sizes(parser, "default: 512 to 2048, on a GPU to 4096", heads=8, head_dim=64)
     args = parser.parse_args(argv)
     seqlens = args.seqlens or (512, 1024, 2048, 4096)[: 4 if args.device.type == "cuda" else 3]
     rows = [measure(seqlen, args.heads, args.head_dim, args.device) for seqlen in seqlens]
