@@ -64,10 +64,10 @@ def compile_graph(
     collector.graphs.append(record)
     if refused and options.strict:
         raise AttentionNotPatched(refused)
+    if not options.cuda_graphs:
+        return _counted(_compile_rest(gm, example_inputs, options), record, collector)
     inputs = Inputs.of(gm.graph, example_inputs)  # before Inductor takes the graph apart
-    function = _compile_rest(gm, example_inputs, options)
-    if options.cuda_graphs:
-        function = collector.replays.step(function, inputs, example_inputs)
+    function = collector.replays.step(_compile_rest(gm, example_inputs, options), inputs, example_inputs)
     return _counted(function, record, collector)
 
 

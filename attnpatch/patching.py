@@ -221,8 +221,8 @@ def patch(model: Model, **options: Any) -> Model:
         raise ValueError(f"this {type(model).__name__} is patched already; call attnpatch.unpatch(model) first")
     chosen, collector = from_keywords(options), Collector()
     made = [Patched(x, chosen, collector, x.__dict__.get("_compiled_call_impl"), model) for x in targets]
-    for target, patched in zip(targets, made, strict=True):
-        target._compiled_call_impl = patched
+    for target, installed in zip(targets, made, strict=True):
+        target._compiled_call_impl = installed
     made[0].parts = made[1:]
     return model
 

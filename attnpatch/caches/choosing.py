@@ -65,8 +65,9 @@ class DeviceCacheChoice(CacheChoice):
     """Likewise, where a cache that stays in place pays: on a GPU, for calls that record no gradients.
 
     On a CPU a decode step took longer with a BufferedCache, whose keys are padded to its capacity, than with a
-    DynamicCache (SmolLM2-135M, float32, one thread, 2026-11-30: 85 ms beside 76 after 300 tokens, 119 beside 110 after
-    1,500). Gradients do not reach what a BufferedCache stored in an earlier call.
+    DynamicCache (SmolLM2-135M, float32, processor time of one thread of a 2-core x86-64 machine, 2026-11-30: 85 ms
+    beside 76 after 300 tokens, 119 beside 110 after 1,500). Gradients do not reach what a
+    BufferedCache stored in an earlier call.
     """
 
     device_type = "cuda"
