@@ -155,7 +155,7 @@ class Replays:
 
     def __init__(self, record: Record = record_cuda_graph, device_type: str = "cuda") -> None:
         self._record, self.device_type = record, device_type
-        self._pool: Any = None
+        self._pools: dict[torch.device, Any] = {}
         self._steps: weakref.WeakSet[ReplayedStep] = weakref.WeakSet()
         self._streams: dict[torch.device, Any] = {}
         self._was_said = False
@@ -203,19 +203,40 @@ class Replays:
             stream.wait_stream(last)
 
     def record(
-        self, function: Callable[..., Any], args: Sequence[Any]
+        self, function: Callable[..., Any], args: Sequence[Any], device: torch.device
     ) -> tuple[Callable[[], None], Sequence[Any], dispatch.Recording]:
         """Capture a call in the pool of all steps: what is cloned out of one may be overwritten by the next."""
-        if self._pool is None and self.device_type == "cuda":
-            self._pool = torch.cuda.graph_pool_handle()
-        with dispatch.recording() as recorded, _casts_of_its_own():  # a capture is no call
-            return *self._record(function, args, self._pool), recorded
+        try:
+            with dispatch.recording() as recorded, _casts_of_its_own():  # a capture is no call
+                return *self._record(function, args, self._pool(device)), recorded
+        except Exception:
+            self._recover(device)
+            raise
+
+    def _pool(self, device: torch.device) -> Any:
+        """Memory that outlives its graphs: a pool of a mere handle is gone with the last, and cannot be captured into."""
+        if device.type != "cuda":
+            return None
+        if device not in self._pools:
+            with torch.cuda.device(device):
+                self._pools[device] = torch.cuda.MemPool()
+        return self._pools[device].id
+
+    def _recover(self, device: torch.device) -> None:
+        """End what a capture that fails at its end leaves begun: allocating to its pool, and drawing no numbers."""
+        pool = self._pools.pop(device, None)
+        if pool is None:
+            return
+        torch._C._cuda_endAllocateToPool(device.index, pool.id)
+        with torch.cuda.device(device), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device=device)
 
     def release(self) -> None:
         """Let go of all captured steps and their memory."""
         for step in self._steps:
             step.release()
         self._steps.clear()
+        self._pools.clear()
 
 
 @contextmanager
@@ -272,7 +293,7 @@ class ReplayedStep:
             with torch.inference_mode(False):  # copies outlive the mode of this call
                 for i in self._inputs.copied:
                     own[i] = args[i].detach().clone()
-            replay, outputs, recorded = self._replays.record(self._function, own)
+            replay, outputs, recorded = self._replays.record(self._function, own, self._device)
             copies, kept = ([own[i] for i in places] for places in (self._inputs.copied, self._inputs.kept))
             if any(x._version for x in copies):  # by a graph inside of this one, or one that Inputs.of did not see
                 raise ValueError("a copied input is written")
