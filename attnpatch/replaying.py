@@ -214,7 +214,7 @@ class Replays:
             raise
 
     def _pool(self, device: torch.device) -> Any:
-        """Memory that outlives its graphs: a pool of a mere handle is gone with the last, and cannot be captured into."""
+        """Memory that outlives its graphs: a pool of a mere handle ends with the last, and then takes no other."""
         if device.type != "cuda":
             return None
         if device not in self._pools:
