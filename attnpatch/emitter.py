@@ -52,11 +52,10 @@ class Emitter:
             if site.storage.v_turn.factor != 1.0:
                 o = self._emit(operator.mul, o, site.storage.v_turn.factor, like=site.anchor)
             o = self._arranged(Operand(o, (), site.output), site.anchor)
-            if value(o).dtype != value(site.anchor).dtype:
-                o = self._emit("to", o, value(site.anchor).dtype, like=site.anchor)
+            o = self._cast(o, value(site.anchor).dtype, site.anchor)
             if lse is not None and site.lse is not None:
                 lse = self._arranged(site.lse._replace(node=lse), site.anchor)
-                lse = self._emit("to", lse, value(site.lse.node).dtype, like=site.anchor)
+                lse = self._cast(lse, value(site.lse.node).dtype, site.anchor)
             if _breaks_a_view(value(o), site.anchor):
                 o = self._laid_out(o, site.anchor)
         site.anchor.replace_all_uses_with(o)
@@ -95,9 +94,10 @@ class Emitter:
         for scale, kind in site.scales:
             factor = self._arranged(scale, like)
             q = self._emit(operator.mul if kind == "mul" else operator.truediv, q, factor, like=like)
-        if value(q).dtype != site.storage.dtype:
-            q = self._emit("to", q, site.storage.dtype, like=like)
-        return self._turned(q, site.storage.k_turn.inverse, like)
+        return self._turned(self._cast(q, site.storage.dtype, like), site.storage.k_turn.inverse, like)
+
+    def _cast(self, x: Node, dtype: torch.dtype, like: Node) -> Node:
+        return x if value(x).dtype == dtype else self._emit("to", x, dtype, like=like)
 
     def _turned(self, x: Node, turn: Turn, like: Node) -> Node:
         """``x`` with its channels in another order, or multiplied with an orthogonal matrix; never the factor."""
@@ -123,6 +123,8 @@ class Emitter:
         """K, V and what tells how they lie in memory."""
         like, stored = site.anchor, site.storage
         k, v = self._arranged(site.k, like), self._arranged(site.v, like)
+        k = self._cast(k, stored.dtype, like) if stored.k_scales is None else k
+        v = self._cast(v, stored.dtype, like) if stored.v_scales is None else v
         scales = (self._scale(x, y, like) for x, y in ((stored.k_scales, k), (stored.v_scales, v)))
         return Keys(k, v, self._block_table(stored, k, like, writes), *scales)
 

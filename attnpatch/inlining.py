@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Generator
+from contextlib import closing
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -20,9 +23,25 @@ HIDING = (F.multi_head_attention_forward,)
 
 def inline_calls(graph: Graph) -> None:
     """Replace every call of a function of HIDING whose sizes are known by what it does."""
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in HIDING and _is_static(node):
-            _inline(graph, node)
+    with closing(_under_autocast(graph)) as nodes:
+        for node in nodes:
+            if node.op == "call_function" and node.target in HIDING and _is_static(node):
+                _inline(graph, node)
+
+
+def _under_autocast(graph: Graph) -> Generator[Node, None, None]:
+    """Every node, while autocast is what it will be when the graph runs it: what is traced then has its dtypes."""
+    entered: dict[Node, Any] = {}
+    try:
+        for node in list(graph.nodes):
+            if node.target is _enter_autocast:
+                entered[node] = _enter_autocast(*node.args)
+            elif node.target is _exit_autocast:
+                _exit_autocast(entered.pop(node.args[0]))
+            yield node
+    finally:
+        for mode in reversed(entered.values()):
+            _exit_autocast(mode)
 
 
 def _is_static(node: Node) -> bool:

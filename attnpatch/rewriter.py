@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map
 
+import attnpatch.autocasting  # noqa: F401  (registers kernels)
 from attnpatch.attention_call import PACKED
 from attnpatch.edges import tensor_nodes
 from attnpatch.emitter import Emitter
@@ -92,11 +93,11 @@ def _rewrite_site(rule: Rule, node: Node, emitter: Emitter) -> SiteRecord:
 
 
 def _record(site: Site, rule: Rule, module: str, where: str) -> SiteRecord:
-    return SiteRecord(module, rule.name, "", where, "", *site.sizes, _dtype(site.q.node))
+    return SiteRecord(module, rule.name, "", where, "", *site.sizes, _said(site.storage.dtype))
 
 
-def _dtype(node: Node) -> str:
-    return str(value(node).dtype).removeprefix("torch.")
+def _said(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _storage_words(site: Site) -> list[str]:
@@ -108,7 +109,7 @@ def _storage_words(site: Site) -> list[str]:
 
 
 def _form(codes: Node) -> str:
-    return "TBQ4" if value(codes).dtype == PACKED else _dtype(codes)
+    return "TBQ4" if value(codes).dtype == PACKED else _said(value(codes).dtype)
 
 
 def _check_writes(site: Site, writes: Writes) -> None:

@@ -52,7 +52,7 @@ class Storage(NamedTuple):
     """How K and V lie in memory.
 
     Args:
-        dtype: what the operator's q must have: that of k and v, or of what their codes stand for.
+        dtype: what attention runs in; q is cast to it, and so are k and v where they are no codes.
         block_table: ids of the pages, arranged to ``[batch, num_blocks]``; k and v are pools then.
         counts_back: whether a negative id counts from the end of the pool.
         k_scales: factors of k's codes, each arranged to three dimensions that broadcast to ``k.shape[:3]``, or a number

@@ -106,6 +106,7 @@ class Arrangement:
         k_turn, v_turn = (Turn() if x.packed is None else x.packed.turn for x in (k, v))
         unpacked = tuple(node for x in (k, v) if x.packed is not None for node in x.packed.steps)
         dtype = self._dtype(k.dtype, v.dtype)
+        self._check_pools(k, v, dtype)
         self.storage = Storage(
             dtype, table, k.counts_back, k_scales, v_scales, k_turn, v_turn, unpacked, self._words(k, v)
         )
@@ -187,14 +188,16 @@ class Arrangement:
         return [x._replace(dims=self.axes.bare(x.dims)) for x in choices]
 
     def _dtype(self, *multiplied: torch.dtype | None) -> torch.dtype:
-        """What q must have: the dtype of k and v, or of what their codes are multiplied out to."""
-        own = [dtype or value(x.node).dtype for dtype, x in zip(multiplied, (self.k, self.v), strict=True)]
-        of_q = [value(self.q.node).dtype]
-        if any(multiplied):  # codes may stand for more than q has without its upcast
-            of_q.append(value(self.reading.operands[0]).dtype)
-        if own[0] != own[1] or own[0] not in of_q:
-            raise Refused(f"q, k and v have different dtypes: {', '.join(str(d) for d in (of_q[0], *own))}")
-        return own[0]
+        """What attention runs in: the widest of what is multiplied; K and V may be codes that stand for it."""
+        sources = (None, *multiplied)
+        own = [dtype or value(x.node).dtype for dtype, x in zip(sources, (self.q, self.k, self.v), strict=True)]
+        products = zip(own, self.reading.operands, self.reading.products, strict=True)
+        return reduce(torch.promote_types, (_multiplied(source, *read) for source, *read in products))
+
+    def _check_pools(self, k: Stored, v: Stored, dtype: torch.dtype) -> None:
+        for x, stored in ((self.k, k), (self.v, v)):
+            if stored.ids is not None and stored.scales is None and value(x.node).dtype != dtype:
+                raise Refused(f"the pool {x.node.name} would be cast to {dtype}")
 
     def _reads(self) -> Iterator[tuple[Node, Node]]:
         _, table, _, k_scales, v_scales, *_ = self.storage
@@ -211,6 +214,16 @@ class Arrangement:
             writer = self.reading.writes.between(node, reader, self.reading.anchor)
             if writer is not None:
                 raise Refused(f"{node.name} is written in place ({place(writer)}) after it is read")
+
+
+def _multiplied(source: torch.dtype, operand: Node, product: Node) -> torch.dtype:
+    """What ``product`` multiplies ``operand`` in, whose values are in dtype ``source``.
+
+    Torch multiplies two of one dtype: an operand in another than its product has was cast by autocast, outside the
+    graph. Not where the product is asked for in a wider one.
+    """
+    read, made = value(operand).dtype, value(product).dtype
+    return source if torch.promote_types(read, made) == made else made
 
 
 def _copies(x: Operand) -> bool:
