@@ -16,6 +16,7 @@ from rich.console import Console
 
 from attnpatch.cli import main
 from attnpatch.sdpa import choice, show
+from attnpatch.sdpa.apart import each_apart
 from attnpatch.sdpa.cases import CASES, LAYOUTS, MASKS, REMEDIES, Case, build
 
 FALLS = {
@@ -213,3 +214,30 @@ def test_json_without_sdpa_names_the_fix():
 def test_import_of_attnpatch_loads_none_of_it():
     code = "import attnpatch, sys; print([name for name in sys.modules if name.startswith('attnpatch.sdpa')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def process_of(_: int) -> int:
+    return os.getpid()
+
+
+def usable() -> bool:
+    return True
+
+
+def unusable() -> bool:
+    return False
+
+
+def test_calls_apart_share_a_process_until_one_breaks_it():
+    assert len({os.getpid(), *each_apart(process_of, range(3), usable)}) == 2
+    assert len({os.getpid(), *each_apart(process_of, range(2), unusable)}) == 3
+
+
+def test_a_call_that_breaks_the_device_is_told(monkeypatch):
+    def break_device(call):
+        raise RuntimeError("CUDA error: misaligned address\nSearch for it")
+
+    monkeypatch.setattr(choice, "_attend", break_device)
+    found = choice._examine(Case(layout="storage off by 1"), "cpu")
+    assert found.runs == "fails: CUDA error: misaligned address."
+    assert found.others == {}

@@ -14,6 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
+from attnpatch.sdpa.apart import each_apart
 from attnpatch.sdpa.cases import CASES, REMEDIES, Case, build
 
 OPERATORS = {
@@ -76,15 +78,18 @@ class Choices(NamedTuple):
 
 def examine(device: str, cases: tuple[Case, ...] = CASES) -> Choices:
     """Run every case on a device, ``"cpu"`` or ``"cuda"``."""
-    choices = tuple(_examine(case, device) for case in cases)
+    run = each_apart if device == "cuda" else map  # torch may take a kernel that reads out of place
+    choices = tuple(run(partial(_examine, device=device), cases))
     return Choices(torch.__version__, _name(device), tuple(_notes(choices, device)), choices)
 
 
 def _examine(case: Case, device: str) -> Choice:
     call = build(case, device)
-    runs = _ran(call)
+    predicted, runs = _predicted(call), _ran(call)
+    if "CUDA error" in runs:  # then the device answers no more
+        return Choice(case, runs, predicted, {}, ())
     others = {name: _reason(name, runs, case, call) for name in FUSED[device] if name != runs}
-    return Choice(case, runs, _predicted(call), others, tuple(_remedies(case, call, device)) if runs == "math" else ())
+    return Choice(case, runs, predicted, others, tuple(_remedies(case, call, device)) if runs == "math" else ())
 
 
 def _remedies(case: Case, call: dict[str, Any], device: str) -> Iterator[str]:
@@ -101,10 +106,17 @@ def _ran(call: dict[str, Any]) -> str:
     """The backend that the call runs on, as the profiler sees it."""
     try:
         with _captured_stderr([]), profile(activities=[ProfilerActivity.CPU]) as trace:
-            F.scaled_dot_product_attention(**call)
+            _attend(call)
     except RuntimeError as error:
         return f"fails: {_sentence(str(error))}"
     return next((OPERATORS[event.name] for event in trace.events() or () if event.name in OPERATORS), "unknown")
+
+
+def _attend(call: dict[str, Any]) -> None:
+    """Run the call to its end: errors of a GPU come later than the call that made them."""
+    F.scaled_dot_product_attention(**call)
+    if call["query"].is_cuda:
+        torch.cuda.synchronize()
 
 
 def _predicted(call: dict[str, Any]) -> str | None:
@@ -150,7 +162,7 @@ def _forced(name: str, call: dict[str, Any]) -> tuple[bool, list[str]]:
     """Whether a call that may run on one backend alone fails, and torch's reasons for that backend."""
     with _captured_warnings() as texts, sdpa_kernel([BACKENDS[name]]):
         try:
-            F.scaled_dot_product_attention(**call)
+            _attend(call)
             return False, []
         except RuntimeError as error:
             failure = str(error)
