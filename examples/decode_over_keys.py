@@ -110,7 +110,7 @@ def _left(axes: Any, splits: list[int], rows: list[Row], chosen: Row | None) -> 
         )
         axes.axhline(1, color="grey", linestyle=":", label="every multiprocessor has one")
     else:
-        shared.lines(axes, splits, {"": [row.ms or 0 for row in rows]}, "splits of the keys", "ms")
+        shared.lines(axes, splits, {"tried": [row.ms or 0 for row in rows]}, "splits of the keys", "ms")
         axes.plot(chosen.splits, chosen.ms, "*", markersize=14, label=f"chosen: {chosen.splits}")
     axes.legend(frameon=False)
 
