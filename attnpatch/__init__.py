@@ -4,7 +4,6 @@ model = attnpatch.patch(model)                  # in place; attnpatch.unpatch(mo
 model.compile(backend="attnpatch")              # the same engine as a torch.compile backend
 gm, report = attnpatch.rewrite(gm, inputs)      # the pass alone
 print(attnpatch.report(model))
-attnpatch.patch(model, cache="buffered")        # appends in place, one graph for all lengths: attnpatch.BufferedCache
 attnpatch.patch(model, cache="tbq4")            # keys and values in 4 bits, see attnpatch.TBQ4Cache
 cache = attnpatch.PagedCache(model.config, 512)  # for model.generate(..., past_key_values=cache)
 """

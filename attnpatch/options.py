@@ -28,8 +28,8 @@ class Options:
         rest: who runs the rest of the graph: "eager" starts fast, "inductor" compiles it.
         cuda_graphs: whether a decode step that repeats is replayed from a CUDA graph.
         cache: for ``patch`` alone: calls that bring no cache of their own get an ``attnpatch.BufferedCache``
-            ("buffered") or an ``attnpatch.TBQ4Cache`` ("tbq4"). "auto": a BufferedCache on a GPU, where the model
-            has attention that it keeps, for calls that record no gradients.
+            ("buffered") or an ``attnpatch.TBQ4Cache`` ("tbq4"). "auto": a BufferedCache on a GPU, for calls that
+            record no gradients, of models that it fits. None: the caches that models make are left alone.
         log_level: of the logger "attnpatch": "debug", "info", "warning" or "error" (env ``ATTNPATCH_LOG``).
         inductor: options that go to Inductor as they are.
     """
@@ -39,7 +39,7 @@ class Options:
     batch_invariant: bool = False
     rest: str = "eager"
     cuda_graphs: bool = False
-    cache: str | None = None
+    cache: str | None = "auto"
     log_level: str = field(default_factory=lambda: os.environ.get("ATTNPATCH_LOG", "warning").lower())
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
@@ -103,18 +103,18 @@ def from_compile(mode: str | None, options: Mapping[str, Any] | None) -> Options
         inductor.update(given)
     if mode or given:
         own["rest"] = "inductor"
-    return of_graphs(Options(**own, inductor=inductor))
+    return Options(**of_graphs(own), inductor=inductor)
 
 
-def of_graphs(options: Options) -> Options:
-    """``options``, of a way in that sees graphs and no calls.
+def of_graphs(options: Mapping[str, Any]) -> dict[str, Any]:
+    """``options``, of a way in that sees graphs and no calls, without a cache.
 
     Raises:
-        ValueError: they choose a cache.
+        ValueError: they choose one.
     """
-    if options.cache is not None:
-        raise ValueError(f"cache={options.cache!r} is an option of attnpatch.patch(model): a graph brings its cache")
-    return options
+    if options.get("cache") is not None:
+        raise ValueError(f"cache={options['cache']!r} is an option of attnpatch.patch(model): a graph brings its cache")
+    return {**options, "cache": None}
 
 
 def _mode_options(mode: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import itertools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -96,8 +97,11 @@ class Patched:
     @torch._dynamo.disable
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self.stand_ins.follow()
-        if self.choose_cache:
-            args, kwargs = (), self.choose_cache(self._named(args, kwargs))
+        if self.choose_cache is None or len(args) > len(self.inputs):
+            return self._run_on_cache(*args, **kwargs)
+        return self.choose_cache.run(self._run_on_cache, self._named(args, kwargs))
+
+    def _run_on_cache(self, *args: Any, **kwargs: Any) -> Any:
         cache = next((x for x in (*kwargs.values(), *args) if hasattr(x, "before_forward")), None)
         if cache is None:
             return self._run_compiled(*args, **kwargs)
@@ -109,11 +113,13 @@ class Patched:
             cache.after_forward(stored)
         return result
 
+    @cached_property
+    def inputs(self) -> list[str]:
+        """Names of what the model takes by position."""
+        return _inputs(self.module)
+
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        if not args:
-            return kwargs
-        named = dict(zip(inspect.signature(self.module.forward).parameters, args, strict=False))
-        return {**named, **kwargs}
+        return {**dict(zip(self.inputs, args, strict=False)), **kwargs} if args else kwargs
 
     def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
         runs, breaks = self.collector.runs, _graph_breaks()
@@ -154,19 +160,13 @@ class Patched:
             raise AttentionNotPatched([f"{kind} at {place}"])
 
 
-def _cache_choice(module: nn.Module, name: str | None) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-    """What gives caches to calls that bring none; "auto" gives none to what has no use for one."""
+def _cache_choice(module: nn.Module, name: str | None) -> Any:
+    """What gives caches to calls that bring none; None where nothing does."""
     if name is None or (name == "auto" and not hasattr(module, "can_generate")):
         return None
-    from attnpatch.caches.choosing import CacheChoice, DeviceCacheChoice  # need transformers
+    from attnpatch.caches.choosing import choose_cache  # needs transformers
 
-    if name != "auto":
-        return CacheChoice(module, name)
-    try:
-        return DeviceCacheChoice(module)
-    except ValueError as error:
-        log.info("calls keep the caches they make: %s", error)
-        return None
+    return choose_cache(module, name)
 
 
 def _graph_breaks() -> dict[str, int]:
@@ -189,9 +189,23 @@ def _limit_context() -> AbstractContextManager[Any]:
 
 def _targets(model: nn.Module) -> list[nn.Module]:
     """The model, and under a PEFT wrapper also its base: ``generate`` calls that one."""
-    unwrap: Any = getattr(model, "get_base_model", None)
-    base = unwrap() if unwrap else model
+    base = unwrapped(model)
     return [model] if base is model else [model, base]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What a PEFT wrapper wraps; other models themselves."""
+    unwrap: Any = getattr(model, "get_base_model", None)
+    return unwrap() if unwrap else model
+
+
+def _inputs(model: nn.Module) -> list[str]:
+    """Names of what the model's forward takes by position; a wrapper that takes anything hands it on."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    base = unwrapped(model)
+    if base is not model and any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return _inputs(base)
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 def patch(model: Model, **options: Any) -> Model:

@@ -39,7 +39,7 @@ def rewrite(graph_module: GraphModule, example_inputs: Sequence[Any], **options:
     for name in ("rest", "cuda_graphs"):
         if name in options:
             raise TypeError(f"{name}={options[name]!r} says how a graph is run, and rewrite runs none: use patch")
-    chosen = of_graphs(from_keywords(options))
+    chosen = from_keywords(of_graphs(options))
     copy = _copy(graph_module)
     _inline_leaf_modules(copy)
     if any(value(node) is None for node in copy.graph.nodes if node.op == "placeholder"):

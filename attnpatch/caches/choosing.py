@@ -1,22 +1,50 @@
-"""``patch(model, cache="buffered")``, ``"tbq4"`` and ``"auto"``: which cache a call of the model gets."""
+"""``patch(model, cache=...)``: which cache a call of the model gets."""
 
 from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from attnpatch.caches.buffered import BufferedCache
+from attnpatch.caches.buffered import BOUNDED, BufferedCache
 from attnpatch.caches.tbq4 import TBQ4Cache
+from attnpatch.patching import unwrapped
 
 log = logging.getLogger("attnpatch")
 
 CACHES = {"buffered": BufferedCache, "tbq4": TBQ4Cache}
 """By the option's value."""
+
+Forward = Callable[..., Any]
+
+
+def choose_cache(model: nn.Module, name: str) -> CacheChoice | None:
+    """What gives caches to the model's calls; None where "auto" finds no use for one.
+
+    Args:
+        model: any module.
+        name: of CACHES, or "auto".
+
+    Raises:
+        ValueError: the model has no use for the cache named.
+    """
+    if name != "auto":
+        return CacheChoice(model, name)
+    try:
+        return DeviceCacheChoice(model)
+    except (ValueError, AttributeError) as error:  # a config of a composite model may lack what describes its layers
+        _note_left_alone(model, error)
+        return None
+
+
+def _note_left_alone(model: nn.Module, why: Exception) -> None:
+    log.debug('cache="auto" leaves %s the caches it makes: %s', type(model).__name__, why)
 
 
 class CacheChoice:
@@ -27,7 +55,7 @@ class CacheChoice:
         name: of CACHES.
 
     Raises:
-        ValueError: the model does not generate, or what the cache raises.
+        ValueError: the model does not generate or takes no ``past_key_values``, or what the cache raises.
     """
 
     def __init__(self, model: nn.Module, name: str) -> None:
@@ -36,23 +64,33 @@ class CacheChoice:
             raise ValueError(
                 f'cache="{name}" is for models of transformers that have generate(); {type(model).__name__} has none'
             )
+        if "past_key_values" not in inspect.signature(unwrapped(model).forward).parameters:
+            raise ValueError(f'cache="{name}" is for models that take past_key_values; {type(model).__name__} does not')
         self.kind, self.option = CACHES[name], name
         self.kind(model)
         self.model, self.left_alone = model, False
-        names = inspect.signature(model.forward).parameters
-        self.argument = "cache" if "cache" in names else "past_key_values"
+
+    def run(self, forward: Forward, arguments: dict[str, Any]) -> Any:
+        """Call ``forward`` with what :meth:`__call__` makes of its arguments."""
+        return forward(**self(arguments))
 
     def __call__(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """A forward's arguments, with a cache where they bring none, or an empty one as ``generate`` makes it."""
         given = next((x for x in arguments.values() if isinstance(x, Cache)), None)
         if given is None:
-            return {**arguments, self.argument: self.kind(self.model)} if self._caches(arguments) else arguments
+            return {**arguments, "past_key_values": self._made()} if self._caches(arguments) else arguments
         if type(given) is DynamicCache and not given.offloading and given.get_seq_length() == 0:
-            self.kind.take_over(given, self.model)
+            self._take_over(given)
         elif not isinstance(given, self.kind) and not self.left_alone:
             self.left_alone = True
             log.warning('cache="%s" leaves a %s of the caller as it is', self.option, type(given).__name__)
         return arguments
+
+    def _made(self) -> Cache:
+        return self.kind(self.model)
+
+    def _take_over(self, given: DynamicCache) -> None:
+        self.kind.take_over(given, self.model)
 
     def _caches(self, arguments: dict[str, Any]) -> bool:
         """Whether the model would make a cache by itself."""
@@ -68,6 +106,8 @@ class DeviceCacheChoice(CacheChoice):
     DynamicCache (SmolLM2-135M, float32, processor time of one thread of a 2-core x86-64 machine, 2026-11-30: 85 ms
     beside 76 after 300 tokens, 119 beside 110 after 1,500). Gradients do not reach what a
     BufferedCache stored in an earlier call.
+
+    A model that turns out to have no use for the cache, as one with tokens of its own, is left alone from then on.
     """
 
     device_type = "cuda"
@@ -75,8 +115,52 @@ class DeviceCacheChoice(CacheChoice):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, "buffered")
         self.left_alone = True  # nobody asked for a cache, so nobody is told
+        self.fits = True
+        self.given: WeakSet[Cache] = WeakSet()
 
     def __call__(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """A forward's arguments, with a cache if one pays."""
-        pays = next(self.model.parameters()).device.type == self.device_type and not torch.is_grad_enabled()
-        return super().__call__(arguments) if pays else arguments
+        return super().__call__(arguments) if self.fits and self._pays(arguments) else arguments
+
+    def _pays(self, arguments: dict[str, Any]) -> bool:
+        inputs = arguments.get("input_ids")
+        inputs = arguments.get("inputs_embeds") if inputs is None else inputs
+        return inputs is not None and inputs.device.type == self.device_type and not torch.is_grad_enabled()
+
+    def _made(self) -> Cache:
+        cache = super()._made()
+        self.given.add(cache)
+        return cache
+
+    def _take_over(self, given: DynamicCache) -> None:
+        super()._take_over(given)
+        self.given.add(given)
+
+    def run(self, forward: Forward, arguments: dict[str, Any]) -> Any:
+        """Call ``forward``; once more without the cache that was given to it, should it not take that."""
+        chosen = self(arguments)
+        cache = chosen.get("past_key_values")
+        try:
+            return forward(**chosen)
+        except ValueError as error:
+            if cache not in self.given or not _gives_back(cache, self.model):
+                raise
+            result = forward(**arguments)
+            self.fits = False
+            _note_left_alone(self.model, error)
+            return result
+
+
+def _gives_back(cache: Any, model: nn.Module) -> bool:
+    """Turn a cache into a DynamicCache that holds its tokens, for everyone who has it; False where that is unknown.
+
+    Layers that are not of the cache's own kind may have stored tokens of a forward that did not end.
+    """
+    if type(cache) is not BufferedCache or (cache.tokens.length and len(cache.buffered) < len(cache.layers)):
+        return False
+    whole = any(cache.layer_types[i] in BOUNDED for i in cache.buffered)
+    own = DynamicCache() if whole else DynamicCache(config=model.config)
+    for i in cache.buffered if cache.tokens.length else ():
+        own.update(cache.layers[i].keys.clone(), cache.layers[i].values.clone(), i)
+    cache.__class__, cache.__dict__ = DynamicCache, own.__dict__
+    return True
