@@ -21,6 +21,9 @@ log = logging.getLogger("attnpatch")
 CACHES = {"buffered": BufferedCache, "tbq4": TBQ4Cache}
 """By the option's value."""
 
+FUSED = ("eager", "sdpa")
+"""Names that transformers has for attention in torch, which rewrites find."""
+
 Forward = Callable[..., Any]
 
 
@@ -100,12 +103,12 @@ class CacheChoice:
 
 
 class DeviceCacheChoice(CacheChoice):
-    """Likewise, where a cache that stays in place pays: on a GPU, for calls that record no gradients.
+    """Likewise, where a cache that stays in place pays: on a GPU, for attention that is fused, without gradients.
 
     On a CPU a decode step took longer with a BufferedCache, whose keys are padded to its capacity, than with a
     DynamicCache (SmolLM2-135M, float32, processor time of one thread of a 2-core x86-64 machine, 2026-11-30: 85 ms
-    beside 76 after 300 tokens, 119 beside 110 after 1,500). Gradients do not reach what a
-    BufferedCache stored in an earlier call.
+    beside 76 after 300 tokens, 119 beside 110 after 1,500). Other kernels than ours (``flash_attention_2`` and so on)
+    copy padded keys to a batch without padding. Gradients do not reach what a BufferedCache stored in an earlier call.
 
     A model that turns out to have no use for the cache, as one with tokens of its own, is left alone from then on.
     """
@@ -116,6 +119,8 @@ class DeviceCacheChoice(CacheChoice):
         super().__init__(model, "buffered")
         self.left_alone = True  # nobody asked for a cache, so nobody is told
         self.fits = True
+        config: Any = model.config
+        self.config = config.get_text_config(decoder=True)
         self.given: WeakSet[Cache] = WeakSet()
 
     def __call__(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -125,7 +130,8 @@ class DeviceCacheChoice(CacheChoice):
     def _pays(self, arguments: dict[str, Any]) -> bool:
         inputs = arguments.get("input_ids")
         inputs = arguments.get("inputs_embeds") if inputs is None else inputs
-        return inputs is not None and inputs.device.type == self.device_type and not torch.is_grad_enabled()
+        is_here = inputs is not None and inputs.device.type == self.device_type
+        return is_here and not torch.is_grad_enabled() and self.config._attn_implementation in FUSED
 
     def _made(self) -> Cache:
         cache = super()._made()

@@ -1,5 +1,6 @@
 """cache="auto", the default: a BufferedCache where it pays and fits, and not a word where it does not."""
 
+import copy
 import logging
 
 import pytest
@@ -60,6 +61,30 @@ def test_on_a_cpu_and_with_gradients(model, prompt, monkeypatch):
         assert cache_of(model, prompt) is DynamicCache
     monkeypatch.setattr(DeviceCacheChoice, "device_type", "cpu")
     assert cache_of(model, prompt) is DynamicCache, "a later call's gradients reach its keys"
+
+
+def test_other_kernels(on_gpu, model, prompt):
+    """They have no use for keys with room behind; chosen anew at each call."""
+    choice, arguments = DeviceCacheChoice(model), prompt()
+    with torch.no_grad():
+        model.config._attn_implementation = "flash_attention_2"
+        assert choice(arguments) is arguments
+        model.config._attn_implementation = "eager"
+        assert type(choice(arguments)["past_key_values"]) is BufferedCache
+
+
+def test_a_prompt_computed_once(on_gpu, model, prompt):
+    """Copies of its cache go on apart, as in transformers' documentation."""
+    ids, next_ids = prompt(9)["input_ids"], [prompt(n)["input_ids"] for n in (3, 1)]
+
+    def logits():
+        with torch.no_grad():
+            past = model(ids, past_key_values=DynamicCache()).past_key_values
+            return [model(x, past_key_values=copy.deepcopy(past)).logits for x in next_ids]
+
+    expected = logits()
+    attnpatch.patch(model, strict=True)
+    torch.testing.assert_close(logits(), expected)
 
 
 def test_other_caches_stay_without_a_word(on_gpu, model, prompt, caplog):
