@@ -16,9 +16,9 @@ from torch.fx import GraphModule
 
 import attnpatch.ops  # noqa: F401  (registers the operator)
 from attnpatch import dispatch
+from attnpatch.captured import Inputs
 from attnpatch.errors import AttentionNotPatched
 from attnpatch.options import Options, from_compile
-from attnpatch.replaying import Inputs
 from attnpatch.reporting import Collector, GraphRecord
 from attnpatch.rewriter import rewrite_graph
 

@@ -104,10 +104,10 @@ class Patched:
     def _run_on_cache(self, *args: Any, **kwargs: Any) -> Any:
         cache = next((x for x in (*kwargs.values(), *args) if hasattr(x, "before_forward")), None)
         if cache is None:
-            return self._run_compiled(*args, **kwargs)
+            return self._run_compiled(None, *args, **kwargs)
         arguments, stored = cache.before_forward(self.module, self._named(args, kwargs)), False
         try:
-            result = self._run_compiled(**arguments)
+            result = self._run_compiled(cache, **arguments)
             stored = True
         finally:
             cache.after_forward(stored)
@@ -121,10 +121,17 @@ class Patched:
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         return {**dict(zip(self.inputs, args, strict=False)), **kwargs} if args else kwargs
 
-    def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
+    def _run_compiled(self, cache: Any, /, *args: Any, **kwargs: Any) -> Any:
         runs, breaks = self.collector.runs, _graph_breaks()
+        # Python of the model's own, between graphs, could change what was begun before it
+        begins = self.options.cuda_graphs and cache is not None and not self.collector.gaps
         try:
-            with _limit_context(), shown(type(self.module).__name__), self._with_parts():
+            with (
+                self.collector.replays.ahead(kwargs, cache) if begins else nullcontext(),
+                _limit_context(),
+                shown(type(self.module).__name__),
+                self._with_parts(),
+            ):
                 result = self.compiled(self.module, *args, **kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, AttentionNotPatched):

@@ -9,23 +9,19 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.fx import Graph
+from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 from attnpatch import dispatch
-from attnpatch.graph import Writes, op, value
+from attnpatch.captured import Captured, Inputs
+from attnpatch.foreseeing import Course, Plan
 
 log = logging.getLogger("attnpatch")
-
-MAX_COPIED = 1 << 20
-"""Bytes of an input that is copied before each replay; a larger one must stay where it is."""
 
 PHASES = frozenset({"decode", "append"})
 """Steps short enough for the host to be what they wait for. A captured prefill would hold on to its activations."""
@@ -47,109 +43,6 @@ def record_cuda_graph(
     return graph.replay, outputs
 
 
-class Inputs(NamedTuple):
-    """Places of a graph's inputs.
-
-    Args:
-        kept: of tensors that are read and written where they lie: parameters, what the graph writes, large ones.
-        copied: of all other tensors.
-        numbers: of lengths and other numbers, which are what they were at the capture.
-        devices: types of devices of what the graph computes, see :func:`_devices`.
-    """
-
-    kept: tuple[int, ...]
-    copied: tuple[int, ...]
-    numbers: tuple[int, ...]
-    devices: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, graph: Graph, example_inputs: Sequence[Any]) -> Inputs:
-        """Sort the inputs of a graph of Dynamo's."""
-        writes, found = Writes(graph), cls((), (), (), _devices(graph))
-        placeholders = graph.find_nodes(op="placeholder")
-        for i, (node, x) in enumerate(zip(placeholders, example_inputs, strict=True)):
-            if not isinstance(x, Tensor):
-                found = found._replace(numbers=(*found.numbers, i))
-            elif isinstance(x, nn.Parameter) or writes.touches(node) or x.numel() * x.element_size() > MAX_COPIED:
-                found = found._replace(kept=(*found.kept, i))
-            else:
-                found = found._replace(copied=(*found.copied, i))
-        return found
-
-    def key(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """What a call must have in common with the captured one."""
-        shapes = [args[i].shape for i in self.copied]
-        return *[args[i] for i in self.numbers], *[args[i].data_ptr() for i in self.kept], *shapes
-
-
-def _devices(graph: Graph) -> frozenset[str]:
-    """Types of devices that a graph computes on, but for constants of one element.
-
-    Of what is computed on the CPU, or comes from there, a replay would see what was there at the capture.
-    """
-    found = set()
-    for node in graph.nodes:
-        if node.op in ("call_function", "call_method"):
-            is_constant = not node.all_input_nodes and "rand" not in op(node)
-            tensors = [x for x in tree_leaves(value(node)) if isinstance(x, Tensor)]
-            found |= {x.device.type for x in tensors if x.dim() or not is_constant}
-    return frozenset(found)
-
-
-class Captured:
-    """A captured call.
-
-    Args:
-        key: of the call, see :meth:`Inputs.key`.
-        copies: the graph's own tensors in place of the copied inputs.
-        replay: fills ``outputs``.
-        outputs: the graph's own.
-        kept: inputs that outputs may be views of.
-        recorded: what the call dispatched.
-
-    Raises:
-        ValueError: outputs record gradients, which clones do not, or share memory with each other or with a copy, so
-            that handing out clones would part them.
-    """
-
-    def __init__(
-        self,
-        key: tuple[Any, ...],
-        copies: list[Tensor],
-        replay: Callable[[], None],
-        outputs: Sequence[Any],
-        kept: Sequence[Tensor],
-        recorded: dispatch.Recording,
-    ) -> None:
-        self.key, self.copies, self._replay, self._outputs = key, copies, replay, outputs
-        self._recorded = recorded
-        self._owned = _owned(outputs, copies, kept)
-
-    def __call__(self, inputs: list[Tensor]) -> tuple[Any, ...]:
-        """Replay with these values for the copied inputs. The next replay overwrites outputs: callers get clones."""
-        if inputs:
-            torch._foreach_copy_(self.copies, inputs)
-        self._replay()
-        dispatch.note_replay(self._recorded)
-        return tuple(x.clone() if owned else x for x, owned in zip(self._outputs, self._owned, strict=True))
-
-
-def _owned(outputs: Sequence[Any], copies: Sequence[Tensor], kept: Sequence[Tensor]) -> list[bool]:
-    """Which outputs lie in the graph's memory, not in that of an input kept where it is."""
-    theirs = {_storage(x) for x in kept}
-    owned = [isinstance(x, Tensor) and _storage(x) not in theirs for x in outputs]
-    storages = [_storage(x) for x, is_owned in zip(outputs, owned, strict=True) if is_owned]
-    if any(x.requires_grad for x, is_owned in zip(outputs, owned, strict=True) if is_owned):
-        raise ValueError("outputs record gradients")
-    if len({*storages, *map(_storage, copies)}) < len(storages) + len({_storage(x) for x in copies}):
-        raise ValueError("outputs share memory with each other or with an input")
-    return owned
-
-
-def _storage(x: Tensor) -> int:
-    return int(x.untyped_storage()._cdata)
-
-
 class Replays:
     """The captured steps of one model, in one memory pool."""
 
@@ -159,7 +52,10 @@ class Replays:
         self._steps: weakref.WeakSet[ReplayedStep] = weakref.WeakSet()
         self._streams: dict[torch.device, Any] = {}
         self._was_said = False
-        self.lock = threading.Lock()
+        self._plan: Plan | None = None
+        self.course: Course | None = None
+        """Of the call in progress, if it holds the lock."""
+        self.lock = threading.RLock()
         """Held from the first copy in to the last clone out: a replay may overwrite the outputs of another."""
 
     def step(self, function: Callable[..., Any], inputs: Inputs, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -190,8 +86,10 @@ class Replays:
             )
 
     def are_off(self) -> bool:
-        """Whether a call must run its graph: it records gradients, or someone else captures it."""
-        return torch.is_grad_enabled() or (self.device_type == "cuda" and torch.cuda.is_current_stream_capturing())
+        """Whether a call must run its graph: it records gradients, a mode watches it, or someone else captures it."""
+        if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack():
+            return True
+        return self.device_type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def wait(self, device: torch.device) -> None:
         """Stay behind the last replay on a device, which may have been on another stream: all share their memory."""
@@ -231,8 +129,32 @@ class Replays:
         with torch.cuda.device(device), torch.cuda.graph(torch.cuda.CUDAGraph()):
             torch.zeros(1, device=device)
 
+    @contextmanager
+    def ahead(self, arguments: Mapping[str, Any], cache: Any) -> Iterator[None]:
+        """Begin what the model's call inside most likely comes to, and see what it does come to.
+
+        Args:
+            arguments: of the call, by name.
+            cache: among them.
+        """
+        if self.are_off() or not hasattr(cache, "holds") or not self.lock.acquire(blocking=False):
+            yield
+            return
+        course = Course(arguments, cache)
+        outer, self.course = self.course, course
+        try:
+            plan, self._plan = self._plan, None
+            if plan is not None:
+                course.begin(plan, self.wait)
+            yield
+            self._plan = course.end()
+        finally:
+            self.course = outer
+            self.lock.release()
+
     def release(self) -> None:
         """Let go of all captured steps and their memory."""
+        self._plan = None
         for step in self._steps:
             step.release()
         self._steps.clear()
@@ -248,6 +170,15 @@ def _casts_of_its_own() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(keeps)
+
+
+def _versions(args: Sequence[Any]) -> list[Any]:
+    """Counts of writes to tensors; those of an inference mode have none, and count as written."""
+    return [(object() if x.is_inference() else x._version) if isinstance(x, Tensor) else None for x in args]
+
+
+def _random_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 class ReplayedStep:
@@ -276,28 +207,43 @@ class ReplayedStep:
             self._replays.lock.release()
 
     def _step(self, args: Sequence[Any]) -> Any:
+        course, captured = self._replays.course, self._captured
+        if course is not None and course.has_begun(captured, args):
+            return self._replayed(captured, args)
         key = self._inputs.key(args)
         is_repeated, self._last = key == self._last, key
-        if self._captured is not None and key == self._captured.key:
+        if captured is not None and key == captured.key:
             self._replays.wait(self._device)
-            return self._captured([args[i] for i in self._inputs.copied])
+            captured.start([args[i] for i in self._inputs.copied])
+            return self._replayed(captured, args)
+        if not is_repeated:
+            return self._function(*args)
+        state = _random_state(self._device)
         result = self._function(*args)
-        if is_repeated and dispatch.recorded_phases() and dispatch.recorded_phases() <= PHASES:
-            self._capture(args, key)
+        if dispatch.recorded_phases() and dispatch.recorded_phases() <= PHASES:
+            self._capture(args, key, draws=not torch.equal(state, _random_state(self._device)))
         return result
 
-    def _capture(self, args: Sequence[Any], key: tuple[Any, ...]) -> None:
+    def _replayed(self, captured: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+        if self._replays.course is not None:
+            self._replays.course.note(captured, args)
+        self._last = captured.key
+        return captured.results()
+
+    def _capture(self, args: Sequence[Any], key: tuple[Any, ...], draws: bool) -> None:
         """Capture the call that just ran, for those that follow. What fails is not tried again."""
         self._captured, own = None, list(args)
         try:
             with torch.inference_mode(False):  # copies outlive the mode of this call
                 for i in self._inputs.copied:
                     own[i] = args[i].detach().clone()
+            before = _versions(own)
             replay, outputs, recorded = self._replays.record(self._function, own, self._device)
-            copies, kept = ([own[i] for i in places] for places in (self._inputs.copied, self._inputs.kept))
-            if any(x._version for x in copies):  # by a graph inside of this one, or one that Inputs.of did not see
+            written = {i for i, (old, new) in enumerate(zip(before, _versions(own), strict=True)) if old != new}
+            if written & set(self._inputs.copied):  # by a graph inside of this one, or one that Inputs.of did not see
                 raise ValueError("a copied input is written")
-            self._captured = Captured(key, copies, replay, outputs, kept, recorded)
+            self._captured = Captured(key, self._inputs, own, replay, outputs, recorded)
+            self._captured.is_repeatable &= not draws and written <= set(self._inputs.caches)
         except Exception as error:  # of any operator that cannot be captured; the call itself has run
             self._is_refused = True
             reason = str(error) or type(error).__name__

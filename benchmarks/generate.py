@@ -65,6 +65,8 @@ CASES = [
     "8B S4096 B32",
 ]
 NEW_TOKENS, STEPS = 256, 32
+COLUMNS = {"ms": 2, "floor_ms": 2, "step_ms": 2, "loop_ms": 2, "first_token_s": 1, "fourth_token_s": 1, "peak_gb": 1}
+"""Of a row, what is shown, and with how many digits."""
 READ_TBPS = 4.3
 """Of a plain read on an H200; measured again in a run on a GPU."""
 
@@ -241,13 +243,24 @@ def measure_generate(case: Case, impl: str, tbps: float = READ_TBPS, new_tokens:
 
 
 def in_child(case: str, impl: str, tbps: float, new_tokens: int) -> dict[str, Any] | None:
-    """:func:`measure_generate` in a process of its own; None, and the end of what it said, when that fails."""
+    """:func:`measure_generate` in a process of its own; None, and the end of what it said, when that fails.
+
+    Prints what it found at once: a run that is cut off has then shown what it measured.
+    """
     command = [sys.executable, __file__, "--worker", case, impl, str(tbps), str(new_tokens)]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode:
         print(f"FAILED generate: {case} {impl}\n{child.stderr[-1500:]}", flush=True)
         return None
-    return dict(json.loads(child.stdout.splitlines()[-1]))
+    row: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
+    print(", ".join([case, impl, *(f"{name} {text}" for name, text in cells_of(row).items() if text)]), flush=True)
+    return row
+
+
+def cells_of(row: Mapping[str, Any]) -> dict[str, str]:
+    """What is shown of a row, by column; empty where nothing was measured."""
+    cells = {name: "" if row[name] is None else f"{row[name]:.{digits}f}" for name, digits in COLUMNS.items()}
+    return {**cells, "x floor": f"{row['ms'] / row['floor_ms']:.2f}"}
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
@@ -255,13 +268,10 @@ def table(rows: list[dict[str, Any]]) -> Table:
     shown = Table(title="generate")
     for column in ("case", "impl"):
         shown.add_column(column)
-    columns = {"ms": 2, "floor_ms": 2, "step_ms": 2, "loop_ms": 2, "first_token_s": 1, "fourth_token_s": 1}
-    for column in (*columns, "peak_gb", "x floor"):
+    for column in (*COLUMNS, "x floor"):
         shown.add_column(column, justify="right")
     for row in rows:
-        cells = ["" if row[name] is None else f"{row[name]:.{digits}f}" for name, digits in columns.items()]
-        peak = "" if row["peak_gb"] is None else f"{row['peak_gb']:.1f}"
-        shown.add_row(row["case"], row["impl"], *cells, peak, f"{row['ms'] / row['floor_ms']:.2f}")
+        shown.add_row(row["case"], row["impl"], *cells_of(row).values())
     return shown
 
 

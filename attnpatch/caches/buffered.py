@@ -6,6 +6,9 @@ the number of tokens stored, on the device. It compiles again when the capacity 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Set
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -24,6 +27,10 @@ RECURRENT = ("linear_attention", "conv")
 
 WITHOUT_KEYS = (*RECURRENT, "moe", "mlp")
 """Layers without keys and values, left to transformers."""
+
+
+_buffers = attrgetter("key_buffer", "value_buffer", "key_scale", "value_scale")
+"""What holds a layer's tokens."""
 
 
 class BufferedCache(DynamicCache):
@@ -50,6 +57,8 @@ class BufferedCache(DynamicCache):
         self.tokens = Tokens(max_cache_len)
         self.layer_types, self.layer_arguments = _layer_types(getattr(model, "config", model), type(self).__name__)
         self.buffered = self._indices("full_attention")
+        self._capacity = 0
+        """That all layers have followed to."""
         Cache.__init__(self, layers=self._empty_layers())
 
     def _indices(self, *kinds: str) -> list[int]:
@@ -93,6 +102,14 @@ class BufferedCache(DynamicCache):
         """Sequences held; -1 if none is."""
         buffers = (self.layers[i].key_buffer for i in self.buffered)
         return next((x.shape[0] for x in buffers if x is not None), -1)
+
+    def holds(self, ids: Set[int]) -> bool:
+        """Whether tensors of these ids are buffers of this cache, or say where a forward writes in them."""
+        buffers = itertools.chain.from_iterable(map(_buffers, self._full_layers()))
+        return ids <= {id(self.tokens.position), *map(id, buffers)}
+
+    def _full_layers(self) -> list[Any]:
+        return [self.layers[i] for i in self.buffered]
 
     def before_forward(self, model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
         """Make room for a forward of the model, and fit its mask to what :meth:`update` will return.
@@ -171,16 +188,21 @@ class BufferedCache(DynamicCache):
         return keys, values
 
     def _begin(self, batch: int, new: int, device: torch.device) -> None:
-        tokens, layers = self.tokens, [self.layers[i] for i in self.buffered]
+        tokens = self.tokens
         if tokens.length and self.batch_size not in (-1, batch):
             raise ValueError(
                 f"the cache holds {tokens.length} tokens of {self.batch_size} sequences and was given {batch}; "
                 "reset() it first, or select the rows with batch_select_indices or batch_repeat_interleave"
             )
         tokens.begin(new, device)
+        if tokens.first or tokens.capacity != self._capacity:
+            self._make_room(tokens.capacity)
+
+    def _make_room(self, capacity: int) -> None:
         with lasting():
-            for layer in layers:
-                layer.reset() if tokens.first else layer.grow(tokens.capacity)
+            for layer in self._full_layers():
+                layer.reset() if self.tokens.first else layer.grow(capacity)
+        self._capacity = capacity
 
     def _commit(self) -> None:
         self.tokens.length += self.tokens.new

@@ -106,10 +106,10 @@ class Tokens:
         self.new, self.first, self.written = new, self.length == 0, None
         if self.first or needed > self.capacity:
             self.capacity = self.limit or _room(needed, self.first_capacity)
-        with lasting():
-            if self.position.device != device:
+        if self.position.device != device:
+            with lasting():
                 self.position = torch.zeros((), dtype=torch.int64, device=device)
-            self.position.fill_(self.length)
+        self.position.fill_(self.length)
 
 
 def _room(needed: int, first: int) -> int:

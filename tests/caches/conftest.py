@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import attnpatch
+from attnpatch.replaying import Replays
+from tests.caches.recorder import Recorder
 
 
 def make_model(family="Llama", attn_implementation="eager", **config):
@@ -53,6 +55,33 @@ def prompt():
 def run():
     """``run(model, cache, length, batch, pads, **options of generate)``, seeded."""
     return generate
+
+
+@pytest.fixture
+def recorder():
+    return Recorder()
+
+
+def make_replayed(recorder, **config):
+    model = attnpatch.patch(make_model(**{"num_hidden_layers": 1, **config}), strict=True, cuda_graphs=True)
+    model._compiled_call_impl.collector.replays = Replays(recorder, "cpu")
+    return model
+
+
+@pytest.fixture
+def patched(recorder):
+    """Make a tiny Llama of one layer, patched and replayed; takes fields of its config."""
+    return lambda **config: make_replayed(recorder, **config)
+
+
+def calls(model, captured):
+    """How often the model's one site ran, or was replayed, per phase."""
+    (site,) = attnpatch.report(model).sites
+    found = {}
+    for d in site.dispatches:
+        if d.captured is captured:
+            found[d.phase] = found.get(d.phase, 0) + d.calls
+    return found
 
 
 MODES = {

@@ -4,83 +4,21 @@ import threading
 
 import pytest
 import torch
-from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.cache_utils import DynamicCache, StaticCache
 
 import attnpatch
 from attnpatch import dispatch
 from attnpatch.caches import layers
 from attnpatch.caches.buffered import BufferedCache
+from attnpatch.captured import Inputs
 from attnpatch.options import from_compile
-from attnpatch.replaying import Inputs, ReplayedStep, Replays
+from attnpatch.replaying import ReplayedStep, Replays
 from attnpatch.reporting import GraphRecord
 from attnpatch.rewriter import SiteRecord
-from tests.caches.conftest import MODES
-
-
-class Recorder:
-    """Captures as CUDA does: nothing is written while capturing, and a replay reads the tensors captured with."""
-
-    def __init__(self):
-        self.captures = self.replays = 0
-        self.fails_with = None
-        self.keeps_casts = []
-        self.before_replay = lambda: None
-
-    def __call__(self, function, args, pool):
-        if self.fails_with is not None:
-            raise RuntimeError(self.fails_with)
-        self.captures += 1
-        self.keeps_casts.append(torch.is_autocast_cache_enabled())
-        before = tree_map_only(Tensor, torch.clone, list(args))
-        outputs = function(*args)
-        for x, old in zip(args, before, strict=True):
-            if isinstance(x, Tensor):
-                x.data.copy_(old)  # a capture writes nothing, yet counts versions
-        for x in outputs:
-            if isinstance(x, Tensor) and x.is_floating_point():
-                x.data.fill_(torch.nan)
-
-        def replay():
-            self.before_replay()
-            self.replays += 1
-            with dispatch.recording():  # no Python of the operator runs in a replay
-                results = function(*args)
-            for x, result in zip(outputs, results, strict=True):
-                if isinstance(x, Tensor):
-                    x.copy_(result)
-
-        return replay, outputs
-
-
-@pytest.fixture
-def recorder():
-    return Recorder()
-
-
-@pytest.fixture
-def patched(model_with, recorder):
-    """A tiny Llama of one layer, patched and replayed."""
-
-    def make(**config):
-        model = attnpatch.patch(model_with(**{"num_hidden_layers": 1, **config}), strict=True, cuda_graphs=True)
-        model._compiled_call_impl.collector.replays = Replays(recorder, "cpu")
-        return model
-
-    return make
-
-
-def calls(model, captured):
-    """How often the model's one site ran, or was replayed, per phase."""
-    (site,) = attnpatch.report(model).sites
-    found = {}
-    for d in site.dispatches:
-        if d.captured is captured:
-            found[d.phase] = found.get(d.phase, 0) + d.calls
-    return found
+from tests.caches.conftest import MODES, calls
 
 
 def test_a_decode_is_replayed_from_its_third_step_on(model_with, patched, recorder, run):
@@ -271,6 +209,23 @@ def test_a_step_that_someone_else_captures_is_a_part_of_that(monkeypatch, record
     assert (recorder.captures, recorder.replays) == (1, 1)
 
 
+def test_a_mode_sees_what_a_step_does(recorder):
+    step = doubling(Replays(recorder, "cpu"))
+    called(step, 1, 2)
+    with FlopCounterMode(display=False):
+        called(step, 3)
+    assert recorder.replays == 0
+    called(step, 3)
+    assert recorder.replays == 1
+
+
+def test_inputs_of_an_inference_mode_are_copied(recorder):
+    """Their copies are none of it, and count a write from the start."""
+    with torch.inference_mode():
+        assert called(doubling(Replays(recorder, "cpu")), 1, 2, 3) == [[2.0, 2.0], [4.0, 4.0], [6.0, 6.0]]
+    assert (recorder.captures, recorder.replays) == (1, 1)
+
+
 def test_casts_that_autocast_keeps_are_no_part_of_a_capture(recorder):
     """They are freed when its context ends, and the graph would go on reading where they were."""
     with torch.autocast("cpu", torch.bfloat16):
@@ -332,39 +287,6 @@ def _decoded(outputs):
     return outputs
 
 
-def test_inputs_are_kept_where_they_are_large_written_or_parameters():
-    graph = torch.fx.Graph()
-    tensors = [torch.zeros(4), torch.nn.Parameter(torch.zeros(4)), torch.zeros(4), torch.zeros(1 << 19), 3]
-    nodes = [graph.placeholder(f"x{i}") for i in range(len(tensors))]
-    for node, x in zip(nodes, tensors, strict=True):
-        node.meta["example_value"] = x
-    graph.call_method("add_", (nodes[2], 1))
-    assert Inputs.of(graph, tensors) == Inputs(kept=(1, 2, 3), copied=(0,), numbers=(4,))
-
-
-@pytest.mark.parametrize(
-    ("compute", "devices"),
-    [
-        (lambda x: x + 1, {"meta"}),
-        (lambda x: x * torch.tensor(2.0), {"meta"}),
-        (lambda x: x * torch.rand(()), {"meta", "cpu"}),
-        (lambda x: x + torch.arange(4).to("meta", non_blocking=True), {"meta", "cpu"}),
-        (lambda x: (x + 1).to("cpu", non_blocking=True), {"meta", "cpu"}),
-    ],
-    ids=["there", "constant", "random number", "brought", "taken away"],
-)
-def test_devices_that_a_graph_computes_on(compute, devices):
-    """Memory of the host that a replay would read again, or write too late, is freed by then."""
-    found = []
-
-    def backend(gm, example_inputs):
-        found.append(Inputs.of(gm.graph, example_inputs).devices)
-        return lambda *args: args
-
-    torch.compile(compute, backend=backend)(torch.zeros(4, device="meta"))
-    assert found == [devices]
-
-
 def test_a_replay_counts_as_the_call_that_was_captured(recorder):
     """Not as the graph's last run, which may have been of another kind."""
     step = Replays(recorder, "cpu").step(lambda x: _decoded((x + 1,)), Inputs((), (0,), ()), [torch.ones(2)])
@@ -387,16 +309,6 @@ def test_who_asks_for_replays_where_there_are_none_is_told_once(recorder, caplog
         replays.step(torch.neg, Inputs((), (0,), ()), [torch.zeros(2)])
     said = [r.getMessage() for r in caplog.records if r.name == "attnpatch"]
     assert said == ["cuda_graphs=True: a graph on cpu is not replayed; one of plain tensors on one GPU is"]
-
-
-def test_running_statistics_are_written():
-    graph = torch.fx.Graph()
-    tensors = [torch.zeros(2, 3, 4), torch.zeros(3), torch.ones(3)]
-    nodes = [graph.placeholder(name) for name in ("x", "mean", "var")]
-    for node, x in zip(nodes, tensors, strict=True):
-        node.meta["example_value"] = x
-    graph.call_function(torch.nn.functional.batch_norm, (nodes[0], *nodes[1:]), {"training": True})
-    assert Inputs.of(graph, tensors).kept == (1, 2)
 
 
 def test_graphs_that_use_the_host_are_left_alone(recorder):
