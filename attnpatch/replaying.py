@@ -137,7 +137,8 @@ class Replays:
             arguments: of the call, by name.
             cache: among them.
         """
-        if self.are_off() or not hasattr(cache, "holds") or not self.lock.acquire(blocking=False):
+        is_on = len(self._steps) > 0 and hasattr(cache, "holds") and not self.are_off()
+        if not is_on or not self.lock.acquire(blocking=False):
             yield
             return
         course = Course(arguments, cache)

@@ -311,6 +311,13 @@ def test_who_asks_for_replays_where_there_are_none_is_told_once(recorder, caplog
     assert said == ["cuda_graphs=True: a graph on cpu is not replayed; one of plain tensors on one GPU is"]
 
 
+def test_a_model_on_the_cpu_runs_as_ever(model_with, run):
+    """Nothing of CUDA is asked, which may not be there."""
+    expected = run(model_with(num_hidden_layers=1), None, max_new_tokens=4)
+    model = attnpatch.patch(model_with(num_hidden_layers=1), cuda_graphs=True, cache="buffered")
+    assert torch.equal(run(model, None, max_new_tokens=4), expected)
+
+
 def test_graphs_that_use_the_host_are_left_alone(recorder):
     assert isinstance(doubling(Replays(recorder, "cpu"), devices=frozenset({"cpu"})), ReplayedStep)
     assert not isinstance(doubling(Replays(recorder, "cpu"), devices=frozenset({"cpu", "meta"})), ReplayedStep)
