@@ -64,11 +64,18 @@ def compile_graph(
     collector.graphs.append(record)
     if refused and options.strict:
         raise AttentionNotPatched(refused)
-    if not options.cuda_graphs:
+    if not _may_be_replayed(example_inputs, options):
         return _counted(_compile_rest(gm, example_inputs, options), record, collector)
+    collector.replays.level = logging.WARNING if options.cuda_graphs is True else logging.DEBUG
     inputs = Inputs.of(gm.graph, example_inputs)  # before Inductor takes the graph apart
     function = collector.replays.step(_compile_rest(gm, example_inputs, options), inputs, example_inputs)
     return _counted(function, record, collector)
+
+
+def _may_be_replayed(example_inputs: Sequence[Any], options: Options) -> bool:
+    """Who asks for replays is told where there are none; others get them on a GPU."""
+    on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs)
+    return options.replays and (on_gpu or options.cuda_graphs is True)
 
 
 def _compile_rest(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:

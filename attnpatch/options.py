@@ -26,7 +26,8 @@ class Options:
         batch_invariant: the result of a sequence does not depend, to the bit, on the others of its batch: splits of
             K have one size, whatever else runs beside it.
         rest: who runs the rest of the graph: "eager" starts fast, "inductor" compiles it.
-        cuda_graphs: whether a decode step that repeats is replayed from a CUDA graph.
+        cuda_graphs: whether a decode step that repeats is replayed from a CUDA graph. "auto": where it can be, and not
+            beside Inductor's own CUDA graphs; True also says where it cannot.
         cache: for ``patch`` alone: calls that bring no cache of their own get an ``attnpatch.BufferedCache``
             ("buffered") or an ``attnpatch.TBQ4Cache`` ("tbq4"). "auto": a BufferedCache on a GPU, for calls that
             record no gradients, of models that it fits. None: the caches that models make are left alone.
@@ -38,19 +39,20 @@ class Options:
     backends: tuple[str, ...] = field(default_factory=lambda: _split(os.environ.get("ATTNPATCH_BACKENDS", "")))
     batch_invariant: bool = False
     rest: str = "eager"
-    cuda_graphs: bool = False
+    cuda_graphs: bool | str = "auto"
     cache: str | None = "auto"
     log_level: str = field(default_factory=lambda: os.environ.get("ATTNPATCH_LOG", "warning").lower())
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "backends", check_names(_split(self.backends)))
-        for name in ("batch_invariant", "cuda_graphs"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} is neither True nor False")
+        if not isinstance(self.batch_invariant, bool):
+            raise ValueError(f"batch_invariant={self.batch_invariant!r} is neither True nor False")
+        if not isinstance(self.cuda_graphs, bool) and self.cuda_graphs != "auto":
+            raise ValueError(f"cuda_graphs={self.cuda_graphs!r} is none of 'auto', True, False")
         if self.rest not in ("eager", "inductor"):
             raise ValueError(f"rest={self.rest!r} is neither 'eager' nor 'inductor'")
-        if self.cuda_graphs and self.inductor.get("triton.cudagraphs"):
+        if self.cuda_graphs is True and self.inductor.get("triton.cudagraphs"):
             raise ValueError("cuda_graphs=True beside Inductor's triton.cudagraphs (reduce-overhead): choose one")
         if self.cache not in CACHES:
             raise ValueError(
@@ -59,6 +61,11 @@ class Options:
         if self.log_level not in LOG_LEVELS:
             raise ValueError(f"log_level={self.log_level!r} is none of {', '.join(LOG_LEVELS)}")
         logging.getLogger("attnpatch").setLevel(self.log_level.upper())
+
+    @property
+    def replays(self) -> bool:
+        """Whether steps are replayed where they can be: a model has one kind of CUDA graphs."""
+        return bool(self.cuda_graphs) and not self.inductor.get("triton.cudagraphs")
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class Patched:
     def _run_compiled(self, cache: Any, /, *args: Any, **kwargs: Any) -> Any:
         runs, breaks = self.collector.runs, _graph_breaks()
         # Python of the model's own, between graphs, could change what was begun before it
-        begins = self.options.cuda_graphs and cache is not None and not self.collector.gaps
+        begins = self.options.replays and cache is not None and not self.collector.gaps
         try:
             with (
                 self.collector.replays.ahead(kwargs, cache) if begins else nullcontext(),

@@ -52,6 +52,8 @@ class Replays:
         self._steps: weakref.WeakSet[ReplayedStep] = weakref.WeakSet()
         self._streams: dict[torch.device, Any] = {}
         self._was_said = False
+        self.level = logging.WARNING
+        """Of what is said where nothing is replayed."""
         self._plan: Plan | None = None
         self.course: Course | None = None
         """Of the call in progress, if it holds the lock."""
@@ -77,12 +79,14 @@ class Replays:
         return step
 
     def _say_where(self, devices: Collection[torch.device], inputs: Inputs) -> None:
-        """Once, since someone asked for replays."""
+        """Once; of interest to who asked for replays."""
         if not self._was_said:
             self._was_said = True
             where = sorted({str(device) for device in devices} | inputs.devices) or ["no device"]
-            log.warning(
-                "cuda_graphs=True: a graph on %s is not replayed; one of plain tensors on one GPU is", ", ".join(where)
+            log.log(
+                self.level,
+                "cuda_graphs=True: a graph on %s is not replayed; one of plain tensors on one GPU is",
+                ", ".join(where),
             )
 
     def are_off(self) -> bool:
@@ -248,7 +252,7 @@ class ReplayedStep:
         except Exception as error:  # of any operator that cannot be captured; the call itself has run
             self._is_refused = True
             reason = str(error) or type(error).__name__
-            log.warning("a step is not replayed from a CUDA graph: %s", reason.splitlines()[0])
+            log.log(self._replays.level, "a step is not replayed from a CUDA graph: %s", reason.splitlines()[0])
 
     def release(self) -> None:
         """Forget what was captured; calls run the graph from now on."""
