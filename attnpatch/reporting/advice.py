@@ -12,7 +12,6 @@ REASONS = {
     r"is written in place": "write into another tensor (x = x + y, not x += y), or after the attention",
     r"torch's fast path for inference": "call torch.backends.mha.set_fastpath_enabled(False) before the model",
     r"(softcap|beta of .*|a scale that) is known only at run time": "make it a Python number or a constant buffer",
-    r"different dtypes": "cast q, k and v to one dtype before the attention",
     r"rounds the scores to": "keep the scores in the dtype of q, or cast them to float32",
     r"which does not exclude them": "if they are to be hidden, fill them with -inf or torch.finfo(dtype).min",
     r"there is no backward to pools and codes": "run it under torch.inference_mode(), or keep K and V as floats",

@@ -34,7 +34,6 @@ def sentences():
         ),
         ("the softcap is known only at run time (model.py:3)", "a Python number"),
         ("a mask is applied before a scale that is known only at run time (model.py:3)", "a Python number"),
-        ("q, k and v have different dtypes: float32, float16, float16", "one dtype"),
         ("hidden scores become -5.0 at model.py:3, which does not exclude them", "-inf"),
     ],
 )
