@@ -28,6 +28,7 @@ BACKEND_MODULES = {
     "triton.decode": "attnpatch.kernels.decode.backend",
     "triton.append": "attnpatch.kernels.decode.backend",
     "triton.paged": "attnpatch.kernels.decode.backend",
+    "triton.prefill_hopper": "attnpatch.kernels.prefill_hopper.backend",
     "triton.prefill": "attnpatch.kernels.prefill.backend",
     "sdpa.blocked": "attnpatch.kernels.sdpa.backend",
     "sdpa.tiled": "attnpatch.kernels.tiled.backend",

@@ -1,0 +1,343 @@
+"""Flash-attention forward for Hopper: a warp that loads, and two warpgroups that compute on their own.
+
+As FlashAttention-3 (Shah et al., arXiv 2407.08608): the producer fills a ring of K and V tiles by TMA; each consumer
+owns 64 query rows and keeps the tensor cores busy with the other consumer's products while it exponentiates. Programs
+stay, one per multiprocessor, and walk a table of tiles that schedule.py balances.
+
+A tile of BLOCK_M query rows sees key blocks from ``start`` to ``stop``, walked from the last to the first:
+
+    start ...... left ........................ right ...... stop
+      masked: left    full: every row sees        masked: right edge,
+      window edge     every key                   diagonal, end of K
+
+Products with K run one block ahead of those with V:  s(j) = q k(j)^T,  o += p(j-1) v(j-1),  p(j) = softmax(s(j)).
+
+Rows that see nothing keep m = -inf and l = 0; their output is zero.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attnpatch.kernels.prefill_hopper.gluon_names import load_tile, store_tile, store_wait
+
+ROWS = gl.constexpr(64)
+"""Query rows of a consumer: the M of a wgmma."""
+
+CONSUMERS = gl.constexpr(2)
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def key_blocks(m, offset, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Key blocks of the tile at query row ``m``: the last, how many, how many masked on the right and on the left.
+
+    One at least, so that loads and products have a first; where nothing is visible, its mask hides all of it. Plain
+    arithmetic: the schedule calls the function inside (``key_blocks.fn``) on the host.
+    """
+    first, last = m + offset, min(m + BLOCK_M, seqlen_q) - 1 + offset
+    lo, full_lo, hi, full_hi = 0, 0, seqlen_k, seqlen_k
+    if window_left is not None:
+        lo = max(first - window_left, 0)
+        full_lo = max(last - window_left, 0)
+    if window_right is not None:
+        hi = min(max(last + window_right + 1, 0), seqlen_k)
+        full_hi = min(max(first + window_right + 1, 0), seqlen_k)
+    start, stop = lo // BLOCK_N, (hi + BLOCK_N - 1) // BLOCK_N
+    num = max(stop - start, 1)
+    right = min(max(stop - full_hi // BLOCK_N, 1), num)
+    left = min(max((full_lo + BLOCK_N - 1) // BLOCK_N - start, 0), num - right)
+    return max(stop - 1, 0), num, right, left
+
+
+@gluon.jit
+def _tile(tiles, i, num_heads):
+    """Query block, batch and head of the ``i``-th tile of this program."""
+    tile = gl.load(tiles + i)
+    flat_head = (tile >> 32).to(gl.int32)
+    return tile.to(gl.int32), flat_head // num_heads, flat_head % num_heads
+
+
+@gluon.jit
+def _producer(q, k, v, buffers, barriers, tiles, num_tiles, work, GROUP_SIZE: gl.constexpr):
+    """Load every tile's Q once, and its K and V blocks into the ring."""
+    q_s, k_s, v_s = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    num_heads, q_offset, seqlen_q, seqlen_k, window_left, window_right = work
+    STAGES: gl.constexpr = k_s.shape[0]
+    BLOCK_N: gl.constexpr = k_s.shape[3]
+    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
+    count = 0
+    for i in range(num_tiles):
+        m_block, b, h = _tile(tiles, i, num_heads)
+        last, num, _, _ = key_blocks(
+            m_block * BLOCK_M, q_offset, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N
+        )
+        mbarrier.wait(q_empty, (i & 1) ^ 1)
+        mbarrier.expect(q_full, BLOCK_M * q_s.shape[4] * 2)
+        for consumer in gl.static_range(CONSUMERS):
+            load_tile(q, [b, h, m_block * BLOCK_M + consumer * ROWS, 0], q_full, q_s.index(consumer))
+        for j in range(num):
+            stage = count % STAGES
+            phase = ((count // STAGES) & 1) ^ 1
+            n = (last - j) * BLOCK_N
+            mbarrier.wait(k_empty.index(stage), phase)
+            mbarrier.expect(k_full.index(stage), BLOCK_N * k_s.shape[4] * 2)
+            load_tile(k, [b, h // GROUP_SIZE, n, 0], k_full.index(stage), k_s.index(stage))
+            mbarrier.wait(v_empty.index(stage), phase)
+            mbarrier.expect(v_full.index(stage), BLOCK_N * v_s.shape[4] * 2)
+            load_tile(v, [b, h // GROUP_SIZE, n, 0], v_full.index(stage), v_s.index(stage))
+            count += 1
+
+
+@gluon.jit
+def _tanh(x):
+    """Tanh within 2e-7 of absolute error, which times a softcap is far below what 16 bit rounds off."""
+    return 1.0 - 2.0 / (gl.exp2(x * (2.0 * LOG2E)) + 1.0)
+
+
+@gluon.jit
+def _scores(s, position, keys, sm_scale, softcap, slope):
+    """Scores in natural units where terms need them so, else as the product gives them."""
+    if softcap is not None or slope is not None:
+        s = s * sm_scale
+    if softcap is not None:
+        s = softcap * _tanh(s / softcap)
+    if slope is not None:
+        s -= slope * gl.abs(position[:, None] - keys[None, :]).to(gl.float32)
+    return s
+
+
+@gluon.jit
+def _hidden(s, position, keys, seqlen_k, window_left, window_right):
+    """Scores, -inf where a row does not see a key."""
+    visible = (keys < seqlen_k)[None, :]
+    if window_right is not None:
+        visible = visible & (keys[None, :] <= position[:, None] + window_right)
+    if window_left is not None:
+        visible = visible & (keys[None, :] >= position[:, None] - window_left)
+    return gl.where(visible, s, float("-inf"))
+
+
+@gluon.jit
+def _softmax(s, m_i, scale):
+    """New maximum in powers of two, the factor for what was summed under the old one, and probabilities."""
+    m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
+    base = gl.where(m_new == float("-inf"), 0.0, m_new)
+    return m_new, gl.exp2(m_i - base), gl.exp2(s * scale - base[:, None])
+
+
+@gluon.jit
+def _times_keys(q_tile, k_s, stage, zeros):
+    """Start ``q k^T`` of a block of the ring."""
+    ROWS_K: gl.constexpr = k_s.shape[3]
+    k_tile = k_s.index(stage).reshape((ROWS_K, k_s.shape[4])).permute((1, 0))
+    return warpgroup_mma(q_tile, k_tile, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _plus_values(acc, p_tile, v_s, stage):
+    """Start ``acc + p v`` of a block of the ring."""
+    return warpgroup_mma(p_tile, v_s.index(stage).reshape((v_s.shape[3], v_s.shape[4])), acc, is_async=True)
+
+
+@gluon.jit
+def _consumer(
+    WHICH: gl.constexpr,
+    o,
+    lse,
+    buffers,
+    barriers,
+    tiles,
+    num_tiles,
+    work,
+    terms,
+    SHARES_Q: gl.constexpr,
+):
+    """Attention of 64 rows of each tile.
+
+    WHICH: of the consumers. SHARES_Q: whether the output leaves through the buffer of Q.
+    """
+    q_s, k_s, v_s, o_s = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    num_heads, q_offset, seqlen_q, seqlen_k, window_left, window_right = work
+    sm_scale, softcap, alibi_slopes, slopes_strides, sinks, sinks_strides = terms
+    STAGES: gl.constexpr = k_s.shape[0]
+    BLOCK_N: gl.constexpr = k_s.shape[3]
+    BLOCK_D: gl.constexpr = k_s.shape[4]
+    BLOCK_DV: gl.constexpr = v_s.shape[4]
+    BLOCK_M: gl.constexpr = CONSUMERS * ROWS
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    dtype: gl.constexpr = q_s.dtype
+    NATURAL: gl.constexpr = softcap is not None or alibi_slopes is not None
+    scale = LOG2E if NATURAL else sm_scale * LOG2E
+
+    columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
+    zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    count = 0
+    for i in range(num_tiles):
+        m_block, b, h = _tile(tiles, i, num_heads)
+        m = m_block * BLOCK_M + WHICH * ROWS
+        last, num, right, left = key_blocks(
+            m_block * BLOCK_M, q_offset, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N
+        )
+        rows = m + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+        position = rows + q_offset
+        slope = None
+        if alibi_slopes is not None:
+            slope = gl.load(alibi_slopes + b * slopes_strides[0] + h * slopes_strides[1]).to(gl.float32)
+
+        # block 0: scores alone
+        q_tile = q_s.index(WHICH).reshape((ROWS, BLOCK_D))
+        stage = count % STAGES
+        mbarrier.wait(q_full, i & 1)
+        mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+        product = _times_keys(q_tile, k_s, stage, zeros)
+        s = warpgroup_mma_wait(0, deps=[product])
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        keys = last * BLOCK_N + columns
+        s = _scores(s, position, keys, sm_scale, softcap, slope)
+        s = _hidden(s, position, keys, seqlen_k, window_left, window_right)
+        m_i, alpha, p = _softmax(s, gl.full_like(rows.to(gl.float32), float("-inf")), scale)
+        l_i = gl.sum(p, 1)
+        p_tile = gl.convert_layout(p.to(dtype), P_LAYOUT)
+        acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, O_LAYOUT)
+        count += 1
+
+        starts = (1, right, num - left)
+        stops = (right, num - left, num)
+        for run in gl.static_range(3 if window_left is not None else 2):
+            for j in range(starts[run], stops[run]):
+                stage = count % STAGES
+                before = (count - 1) % STAGES
+                mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+                product = _times_keys(q_tile, k_s, stage, zeros)
+                mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
+                weighted = _plus_values(acc, p_tile, v_s, before)
+                s = warpgroup_mma_wait(1, deps=[product])
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                keys = (last - j) * BLOCK_N + columns
+                s = _scores(s, position, keys, sm_scale, softcap, slope)
+                if run != 1:
+                    s = _hidden(s, position, keys, seqlen_k, window_left, window_right)
+                m_i, alpha, p = _softmax(s, m_i, scale)
+                l_i = l_i * alpha + gl.sum(p, 1)
+                acc = warpgroup_mma_wait(0, deps=[weighted])
+                mbarrier.arrive(v_empty.index(before), count=1)
+                acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+                p_tile = gl.convert_layout(p.to(dtype), P_LAYOUT)
+                count += 1
+
+        if not SHARES_Q:
+            mbarrier.arrive(q_empty, count=1)
+        stage = (count - 1) % STAGES
+        mbarrier.wait(v_full.index(stage), ((count - 1) // STAGES) & 1)
+        weighted = _plus_values(acc, p_tile, v_s, stage)
+        acc = warpgroup_mma_wait(0, deps=[weighted])
+        mbarrier.arrive(v_empty.index(stage), count=1)
+
+        if sinks is not None:
+            sink = gl.load(sinks + b * sinks_strides[0] + h * sinks_strides[1]).to(gl.float32) * LOG2E
+            m_new = gl.maximum(m_i, sink)
+            alpha = gl.exp2(m_i - m_new)
+            l_i = l_i * alpha + gl.exp2(sink - m_new)
+            m_i = m_new
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        if lse is not None:
+            pointers = lse + (b.to(gl.int64) * num_heads + h) * seqlen_q + rows
+            gl.store(pointers, (m_i + gl.log2(l_i)) * LN2, mask=rows < seqlen_q)
+        inverse = gl.where(l_i > 0.0, 1.0 / l_i, 0.0)
+        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        o_buffer = o_s.index(WHICH)
+        if not SHARES_Q:
+            store_wait(0)
+        o_buffer.reshape((ROWS, BLOCK_DV)).store(acc.to(dtype))
+        fence_async_shared()
+        if m < seqlen_q:
+            store_tile(o, [b, h, m, 0], o_buffer)
+        if SHARES_Q:
+            store_wait(0)
+            mbarrier.arrive(q_empty, count=1)
+    store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        *("q_offset", "window_left", "window_right", "num_heads", "seqlen_q", "seqlen_k", "max_tiles"),
+    ]
+)
+def _prefill_hopper_kernel(
+    q,  # descriptor of [batch, num_heads, seqlen_q, head_dim], blocks [1, 1, 64, BLOCK_D]
+    k,  # descriptor of [batch, num_kv_heads, seqlen_k, head_dim], blocks [1, 1, BLOCK_N, BLOCK_D]
+    v,  # descriptor of [batch, num_kv_heads, seqlen_k, head_dim_v], blocks [1, 1, BLOCK_N, BLOCK_DV]
+    o,  # descriptor of [batch, num_heads, seqlen_q, head_dim_v], blocks [1, 1, 64, BLOCK_DV]
+    lse,  # fp32 [batch, num_heads, seqlen_q], contiguous, or None
+    sinks,  # [batch, num_heads], or None
+    alibi_slopes,  # fp32 [batch, num_heads], or None
+    tiles,  # int64 [programs, max_tiles]: flat head << 32 | query block
+    num_tiles,  # int32 [programs]
+    q_offset,
+    sm_scale,
+    softcap,
+    window_left,
+    window_right,
+    sinks_strides,
+    slopes_strides,
+    num_heads,
+    seqlen_q,
+    seqlen_k,
+    max_tiles,
+    GROUP_SIZE: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_DV: gl.constexpr,
+    STAGES: gl.constexpr,
+    SHARES_Q: gl.constexpr,
+):
+    """Output of the tiles of this program."""
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    dtype: gl.constexpr = q.dtype
+    q_s = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, BLOCK_D], q.layout)
+    o_s = q_s
+    if not SHARES_Q:
+        o_s = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, BLOCK_DV], o.layout)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k.layout)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=CONSUMERS)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=CONSUMERS)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=CONSUMERS)
+    fence_async_shared()
+
+    own = tiles + gl.program_id(0) * max_tiles
+    mine = gl.load(num_tiles + gl.program_id(0))
+    buffers = (q_s, k_s, v_s, o_s)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    work = (num_heads, q_offset, seqlen_q, seqlen_k, window_left, window_right)
+    terms = (sm_scale, softcap, alibi_slopes, slopes_strides, sinks, sinks_strides)
+    gl.warp_specialize(
+        [
+            (_consumer, (0, o, lse, buffers, barriers, own, mine, work, terms, SHARES_Q)),
+            (_consumer, (1, o, lse, buffers, barriers, own, mine, work, terms, SHARES_Q)),
+            (_producer, (q, k, v, (q_s, k_s, v_s), barriers, own, mine, work, GROUP_SIZE)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

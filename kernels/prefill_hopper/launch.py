@@ -1,0 +1,100 @@
+"""Host side of triton.prefill_hopper."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from attnpatch.attention_call import AttentionCall
+from attnpatch.kernels.common.support import padded_width, per_head, per_head_strides
+from attnpatch.kernels.prefill_hopper.configs import CONFIGS
+from attnpatch.kernels.prefill_hopper.kernel import CONSUMERS, ROWS, _prefill_hopper_kernel, key_blocks
+from attnpatch.kernels.prefill_hopper.schedule import TILE_COST, assign
+
+SECTION_BYTES = 16 << 20
+"""K and V of the heads that run side by side: they should stay in L2."""
+
+BLOCK_M = CONSUMERS.value * ROWS.value
+
+DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+
+def prefill_hopper(call: AttentionCall) -> Tensor:
+    """Run ``call`` on the flash-attention kernel for Hopper.
+
+    Args:
+        call: any call that the backend does not refuse.
+
+    Returns:
+        ``[batch, num_heads, seqlen_q, head_dim_v]`` in the layout of ``AttentionCall.empty_output``.
+    """
+    o = call.empty_output()
+    if o.numel() == 0:
+        return o
+    width, width_v = padded_width(call.head_dim), padded_width(call.head_dim_v)
+    config = CONFIGS[max(width, width_v, 64)]
+    tiles, num_tiles = _tiles(call, config.BLOCK_N)
+    sinks, alibi_slopes = per_head(call.sinks, call), per_head(call.alibi_slopes, call)
+    with torch.cuda.device_of(call.q):
+        _prefill_hopper_kernel[(len(tiles),)](
+            _descriptor(call.q, ROWS.value, width),
+            _descriptor(call.k, config.BLOCK_N, width),
+            _descriptor(call.v, config.BLOCK_N, width_v),
+            _descriptor(o, ROWS.value, width_v),
+            *(call.lse, sinks, alibi_slopes, tiles, num_tiles, call.q_offset),
+            sm_scale=call.sm_scale,
+            softcap=call.softcap,
+            window_left=call.window_left,
+            window_right=call.window_right,
+            sinks_strides=per_head_strides(sinks),
+            slopes_strides=per_head_strides(alibi_slopes),
+            num_heads=call.num_heads,
+            seqlen_q=call.seqlen_q,
+            seqlen_k=call.seqlen_k,
+            max_tiles=tiles.shape[1],
+            GROUP_SIZE=call.group_size,
+            BLOCK_D=width,
+            BLOCK_DV=width_v,
+            BLOCK_N=config.BLOCK_N,
+            STAGES=config.STAGES,
+            SHARES_Q=config.SHARES_Q and width == width_v,
+            num_warps=4,
+        )
+    return o
+
+
+def _descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """What TMA reads and writes ``rows`` rows of ``[batch, heads, seqlen, head_dim]`` by; zeros come from outside."""
+    if x.data_ptr() % 16:
+        x = x.clone()
+    block = [1, 1, rows, width]
+    strides = [16 if n == 1 else stride for n, stride in zip(x.shape[:3], x.stride(), strict=False)]
+    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+
+
+def _tiles(call: AttentionCall, block_n: int) -> tuple[Tensor, Tensor]:
+    bytes_per_kv_head = max(1, call.seqlen_k) * (call.head_dim + call.head_dim_v) * call.k.element_size()
+    section = max(1, SECTION_BYTES // bytes_per_kv_head) * call.group_size
+    band = (call.q_offset, call.seqlen_q, call.seqlen_k, call.window_left, call.window_right)
+    return _scheduled(band, block_n, call.batch * call.num_heads, section, call.q.device)
+
+
+@lru_cache(maxsize=256)
+def _scheduled(
+    band: tuple[int, int, int, int | None, int | None],
+    block_n: int,
+    num_heads: int,
+    section: int,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """The tiles of each program on the device, and how many; made once per shape."""
+    starts = range(0, band[1], BLOCK_M)
+    costs = [TILE_COST + key_blocks.fn(m, *band, BLOCK_M, block_n)[1] for m in starts]
+    programs = min(torch.cuda.get_device_properties(device).multi_processor_count, len(costs) * num_heads)
+    tiles, num_tiles = assign(costs, num_heads, section, programs)
+    return torch.from_numpy(tiles).to(device), torch.from_numpy(num_tiles).to(device)

@@ -1,0 +1,98 @@
+"""What triton.prefill_hopper decides on the host: which key blocks a tile sees, who computes it, what it refuses.
+
+The kernel itself needs the chip: tests/gpu/test_prefill_hopper_gpu.py; its compiled code is looked at in test_sass.py.
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnpatch.kernels.common import support
+from attnpatch.kernels.prefill_hopper import backend
+from attnpatch.kernels.prefill_hopper.kernel import key_blocks
+from attnpatch.kernels.prefill_hopper.schedule import assign
+from attnpatch.testing.inputs import random_call
+
+WINDOW = st.none() | st.integers(0, 70)
+
+
+@given(
+    m_block=st.integers(0, 6),
+    offset=st.integers(-60, 60),
+    seqlen_q=st.integers(1, 100),
+    seqlen_k=st.integers(1, 150),
+    window_left=WINDOW,
+    window_right=WINDOW,
+)
+def test_key_blocks_against_every_score(m_block, offset, seqlen_q, seqlen_k, window_left, window_right):
+    """Blocks that are left out hide everything, those called full hide nothing."""
+    block_m, block_n = 16, 8
+    m = m_block * block_m % max(seqlen_q, 1) // block_m * block_m
+    band = (offset, seqlen_q, seqlen_k, window_left, window_right)
+    last, num, right, left = key_blocks.fn(m, *band, block_m, block_n)
+    position = np.arange(m, min(m + block_m, seqlen_q))[:, None] + offset
+    keys = np.arange((seqlen_k + block_n - 1) // block_n * block_n)[None, :]
+    visible = np.broadcast_to(keys < seqlen_k, (len(position), keys.shape[1])).copy()
+    if window_left is not None:
+        visible &= keys >= position - window_left
+    if window_right is not None:
+        visible &= keys <= position + window_right
+    walked = [last - j for j in range(num)]
+    assert num >= 1
+    assert min(walked) >= 0
+    assert max(walked) * block_n < seqlen_k
+    for block in range(keys.shape[1] // block_n):
+        seen = visible[:, block * block_n : (block + 1) * block_n]
+        if block not in walked:
+            assert not seen.any()
+        elif right <= walked.index(block) < num - left:
+            assert seen.all()
+
+
+@given(
+    costs=st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    num_heads=st.integers(1, 40),
+    section=st.integers(1, 50),
+    programs=st.integers(1, 24),
+)
+def test_every_tile_has_one_program(costs, num_heads, section, programs):
+    tiles, counts = assign(costs, num_heads, section, programs)
+    dealt = sorted(int(tile) for row, n in zip(tiles, counts, strict=True) for tile in row[:n])
+    assert dealt == [head << 32 | block for head in range(num_heads) for block in range(len(costs))]
+    loads = [sum(costs[tile & 0xFFFFFFFF] for tile in row[:n]) for row, n in zip(tiles, counts, strict=True)]
+    assert max(loads) <= sum(loads) / programs + max(costs), "nobody gets a tile while another has less to do"
+
+
+def test_programs_have_as_much_to_do():
+    costs = [1.5 + key_blocks.fn(m, 0, 4096, 4096, None, 0, 128, 128)[1] for m in range(0, 4096, 128)]
+    tiles, counts = assign(costs, 128, 32, 132)
+    loads = [sum(costs[tile & 0xFFFFFFFF] for tile in row[:n]) for row, n in zip(tiles, counts, strict=True)]
+    assert max(loads) * 132 / sum(loads) < 1.01
+
+
+REFUSED = {
+    "float32": ({"dtype": torch.float32}, "float32 is multiplied exactly by triton.prefill"),
+    "mask": ({"attn_mask": torch.ones(1, 1, 9, 9, dtype=torch.bool)}, "a mask is read by triton.prefill"),
+    "padding": ({"key_padding": torch.ones(1, 9, dtype=torch.bool)}, "padding is read by triton.prefill"),
+    "device offset": ({"q_offset": torch.tensor([0]), "window_right": 0}, "q_offset is on the device"),
+    "tail": ({"seqlen_k": 20, "q_offset": 3, "window_right": 0}, "keys behind the last query may hold anything"),
+    "rows of 18 bytes": ({"head_dim": 9}, "is nothing that TMA reads"),
+}
+
+
+@pytest.mark.parametrize(("case", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_it_refuses(monkeypatch, case, reason):
+    monkeypatch.setattr(support, "capability", lambda device: (9, 0))
+    call = random_call(**{"batch": 1, "num_heads": 2, "seqlen_q": 9, "dtype": torch.float16, **case})
+    assert reason in backend._refuses(call)
+
+
+def test_what_it_takes(monkeypatch):
+    monkeypatch.setattr(support, "capability", lambda device: (9, 0))
+    call = random_call(batch=1, num_heads=2, seqlen_q=9, head_dim=64, dtype=torch.bfloat16, window_right=0)
+    assert backend._refuses(call) is None
+    assert backend._refuses(call._replace(q_offset=5, k=call.k[:, :, :4], v=call.v[:, :, :4])) is None
+    monkeypatch.setattr(support, "capability", lambda device: (10, 0))
+    assert backend._refuses(call) == "compute capability 10.0 is not 9.0, whose warpgroup products it is written for"
