@@ -35,10 +35,6 @@ def _terms(call: AttentionCall) -> str | None:
     for name, x in tiles.items():
         if x is not None:
             return f"{name} is read by triton.prefill"
-    if isinstance(call.q_offset, Tensor):
-        return "q_offset is on the device, so that keys behind the last query may hold anything, and TMA brings them in"
-    if call.window_right is not None and call.q_offset + call.seqlen_q + call.window_right < call.seqlen_k:
-        return "keys behind the last query may hold anything, and TMA brings them in"
     return None
 
 

@@ -38,7 +38,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 def key_blocks(m, offset, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """Key blocks of the tile at query row ``m``: the last, how many, how many masked on the right and on the left.
 
-    One at least, so that loads and products have a first; where nothing is visible, its mask hides all of it. Plain
+    Then the first key and the stop of what its rows see. One block at least, so that loads and products have a first; where nothing is visible, its mask hides all of it. Plain
     arithmetic: the schedule calls the function inside (``key_blocks.fn``) on the host.
     """
     first, last = m + offset, min(m + BLOCK_M, seqlen_q) - 1 + offset
@@ -53,7 +53,7 @@ def key_blocks(m, offset, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M
     num = max(stop - start, 1)
     right = min(max(stop - full_hi // BLOCK_N, 1), num)
     left = min(max((full_lo + BLOCK_N - 1) // BLOCK_N - start, 0), num - right)
-    return max(stop - 1, 0), num, right, left
+    return max(stop - 1, 0), num, right, left, lo, hi
 
 
 @gluon.jit
@@ -65,19 +65,29 @@ def _tile(tiles, i, num_heads):
 
 
 @gluon.jit
+def _offset(q_offset, offset_stride, b):
+    """Position of query row 0 among the keys; a pointer when ``offset_stride`` is not None."""
+    if offset_stride is None:
+        return q_offset
+    else:
+        return gl.load(q_offset + b * offset_stride).to(gl.int32)
+
+
+@gluon.jit
 def _producer(q, k, v, buffers, barriers, tiles, num_tiles, work, GROUP_SIZE: gl.constexpr):
     """Load every tile's Q once, and its K and V blocks into the ring."""
     q_s, k_s, v_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    num_heads, q_offset, seqlen_q, seqlen_k, window_left, window_right = work
+    num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right = work
     STAGES: gl.constexpr = k_s.shape[0]
     BLOCK_N: gl.constexpr = k_s.shape[3]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     count = 0
     for i in range(num_tiles):
         m_block, b, h = _tile(tiles, i, num_heads)
-        last, num, _, _ = key_blocks(
-            m_block * BLOCK_M, q_offset, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N
+        offset = _offset(q_offset, offset_stride, b)
+        last, num, _, _, _, _ = key_blocks(
+            m_block * BLOCK_M, offset, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N
         )
         mbarrier.wait(q_empty, (i & 1) ^ 1)
         mbarrier.expect(q_full, BLOCK_M * q_s.shape[4] * 2)
@@ -112,6 +122,25 @@ def _scores(s, position, keys, sm_scale, softcap, slope):
     if slope is not None:
         s -= slope * gl.abs(position[:, None] - keys[None, :]).to(gl.float32)
     return s
+
+
+@gluon.jit
+def _clean(v_s, stage, first, lo, hi):
+    """Zero the rows of a block of V that no row of the tile sees: they may hold NaN, and 0 * NaN is NaN.
+
+    Each consumer does so before it reads them; the other's zeros are the same. A few rows at a time, for registers.
+    """
+    ROWS_V: gl.constexpr = v_s.shape[3]
+    WIDTH: gl.constexpr = v_s.shape[4]
+    SLICE: gl.constexpr = 16
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    if (first < lo) | (first + ROWS_V > hi):
+        tile = v_s.index(stage).reshape((ROWS_V, WIDTH))
+        for row in gl.static_range(0, ROWS_V, SLICE):
+            keys = first + row + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
+            part = tile.slice(row, SLICE, dim=0)
+            part.store(gl.where(((keys >= lo) & (keys < hi))[:, None], part.load(LAYOUT), 0.0))
+        fence_async_shared()
 
 
 @gluon.jit
@@ -159,14 +188,16 @@ def _consumer(
     work,
     terms,
     SHARES_Q: gl.constexpr,
+    MAY_HOLD_ANYTHING: gl.constexpr,
 ):
     """Attention of 64 rows of each tile.
 
-    WHICH: of the consumers. SHARES_Q: whether the output leaves through the buffer of Q.
+    WHICH: of the consumers. SHARES_Q: whether the output leaves through the buffer of Q. MAY_HOLD_ANYTHING: whether
+    there are keys that no row sees, so that they may be no numbers.
     """
     q_s, k_s, v_s, o_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    num_heads, q_offset, seqlen_q, seqlen_k, window_left, window_right = work
+    num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right = work
     sm_scale, softcap, alibi_slopes, slopes_strides, sinks, sinks_strides = terms
     STAGES: gl.constexpr = k_s.shape[0]
     BLOCK_N: gl.constexpr = k_s.shape[3]
@@ -186,11 +217,12 @@ def _consumer(
     for i in range(num_tiles):
         m_block, b, h = _tile(tiles, i, num_heads)
         m = m_block * BLOCK_M + WHICH * ROWS
-        last, num, right, left = key_blocks(
-            m_block * BLOCK_M, q_offset, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N
+        offset = _offset(q_offset, offset_stride, b)
+        last, num, right, left, lo, hi = key_blocks(
+            m_block * BLOCK_M, offset, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N
         )
         rows = m + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
-        position = rows + q_offset
+        position = rows + offset
         slope = None
         if alibi_slopes is not None:
             slope = gl.load(alibi_slopes + b * slopes_strides[0] + h * slopes_strides[1]).to(gl.float32)
@@ -221,6 +253,8 @@ def _consumer(
                 mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
                 product = _times_keys(q_tile, k_s, stage, zeros)
                 mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
+                if MAY_HOLD_ANYTHING:
+                    _clean(v_s, before, (last - j + 1) * BLOCK_N, lo, hi)
                 weighted = _plus_values(acc, p_tile, v_s, before)
                 s = warpgroup_mma_wait(1, deps=[product])
                 mbarrier.arrive(k_empty.index(stage), count=1)
@@ -240,6 +274,8 @@ def _consumer(
             mbarrier.arrive(q_empty, count=1)
         stage = (count - 1) % STAGES
         mbarrier.wait(v_full.index(stage), ((count - 1) // STAGES) & 1)
+        if MAY_HOLD_ANYTHING:
+            _clean(v_s, stage, (last - num + 1) * BLOCK_N, lo, hi)
         weighted = _plus_values(acc, p_tile, v_s, stage)
         acc = warpgroup_mma_wait(0, deps=[weighted])
         mbarrier.arrive(v_empty.index(stage), count=1)
@@ -284,7 +320,8 @@ def _prefill_hopper_kernel(
     alibi_slopes,  # fp32 [batch, num_heads], or None
     tiles,  # int64 [programs, max_tiles]: flat head << 32 | query block
     num_tiles,  # int32 [programs]
-    q_offset,
+    q_offset,  # int, or a pointer read with offset_stride
+    offset_stride,
     sm_scale,
     softcap,
     window_left,
@@ -301,6 +338,7 @@ def _prefill_hopper_kernel(
     BLOCK_DV: gl.constexpr,
     STAGES: gl.constexpr,
     SHARES_Q: gl.constexpr,
+    MAY_HOLD_ANYTHING: gl.constexpr,
 ):
     """Output of the tiles of this program."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -330,12 +368,12 @@ def _prefill_hopper_kernel(
     mine = gl.load(num_tiles + gl.program_id(0))
     buffers = (q_s, k_s, v_s, o_s)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    work = (num_heads, q_offset, seqlen_q, seqlen_k, window_left, window_right)
+    work = (num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right)
     terms = (sm_scale, softcap, alibi_slopes, slopes_strides, sinks, sinks_strides)
     gl.warp_specialize(
         [
-            (_consumer, (0, o, lse, buffers, barriers, own, mine, work, terms, SHARES_Q)),
-            (_consumer, (1, o, lse, buffers, barriers, own, mine, work, terms, SHARES_Q)),
+            (_consumer, (0, o, lse, buffers, barriers, own, mine, work, terms, SHARES_Q, MAY_HOLD_ANYTHING)),
+            (_consumer, (1, o, lse, buffers, barriers, own, mine, work, terms, SHARES_Q, MAY_HOLD_ANYTHING)),
             (_producer, (q, k, v, (q_s, k_s, v_s), barriers, own, mine, work, GROUP_SIZE)),
         ],
         [4, 1],

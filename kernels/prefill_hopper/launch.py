@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnpatch.attention_call import AttentionCall
-from attnpatch.kernels.common.support import padded_width, per_head, per_head_strides
+from attnpatch.kernels.common.support import offset_stride, padded_width, per_head, per_head_strides
 from attnpatch.kernels.prefill_hopper.configs import CONFIGS
 from attnpatch.kernels.prefill_hopper.kernel import CONSUMERS, ROWS, _prefill_hopper_kernel, key_blocks
 from attnpatch.kernels.prefill_hopper.schedule import TILE_COST, assign
@@ -46,6 +46,7 @@ def prefill_hopper(call: AttentionCall) -> Tensor:
             _descriptor(call.v, config.BLOCK_N, width_v),
             _descriptor(o, ROWS.value, width_v),
             *(call.lse, sinks, alibi_slopes, tiles, num_tiles, call.q_offset),
+            offset_stride=offset_stride(call),
             sm_scale=call.sm_scale,
             softcap=call.softcap,
             window_left=call.window_left,
@@ -62,6 +63,7 @@ def prefill_hopper(call: AttentionCall) -> Tensor:
             BLOCK_N=config.BLOCK_N,
             STAGES=config.STAGES,
             SHARES_Q=config.SHARES_Q and width == width_v,
+            MAY_HOLD_ANYTHING=_may_hold_anything(call),
             num_warps=4,
         )
     return o
@@ -77,10 +79,20 @@ def _descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
 
 
+def _may_hold_anything(call: AttentionCall) -> bool:
+    """Whether keys may lie behind what the last query sees, as in a cache with room: those may be no numbers."""
+    if call.window_right is None:
+        return False
+    return isinstance(call.q_offset, Tensor) or call.q_offset + call.seqlen_q + call.window_right < call.seqlen_k
+
+
 def _tiles(call: AttentionCall, block_n: int) -> tuple[Tensor, Tensor]:
     bytes_per_kv_head = max(1, call.seqlen_k) * (call.head_dim + call.head_dim_v) * call.k.element_size()
     section = max(1, SECTION_BYTES // bytes_per_kv_head) * call.group_size
-    band = (call.q_offset, call.seqlen_q, call.seqlen_k, call.window_left, call.window_right)
+    offset = (
+        call.q_offset if isinstance(call.q_offset, int) else call.seqlen_k - call.seqlen_q
+    )  # on the device: a guess
+    band = (offset, call.seqlen_q, call.seqlen_k, call.window_left, call.window_right)
     return _scheduled(band, block_n, call.batch * call.num_heads, section, call.q.device)
 
 

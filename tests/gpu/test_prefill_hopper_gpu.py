@@ -35,6 +35,7 @@ def check(**case):
     "name",
     [
         *("causal", "full", "few rows, no term", "window", "both sides", "bottom-right", "rows without keys"),
+        "offsets on the device",
         *("softcap", "softcap, large logits", "large logits"),
     ],
 )
