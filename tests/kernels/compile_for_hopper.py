@@ -23,6 +23,7 @@ from attnpatch.kernels.decode import configs as decode_configs
 from attnpatch.kernels.decode import launch as decode_launch
 from attnpatch.kernels.prefill import configs as prefill_configs
 from attnpatch.kernels.prefill import launch as prefill_launch
+from attnpatch.kernels.prefill_hopper import launch as hopper_launch
 from attnpatch.testing.inputs import key_bounds
 
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -123,6 +124,23 @@ def compile_prefill(width, dtype, descriptors, terms):
         config = prefill_configs.table(dtype, descriptors, terms == "bounds and mask")[width]
         prefill_launch.prefill(make_call(width, 256, dtype, TERMS[terms]), config)
     return facts(kernel.compiled, 3)
+
+
+HOPPER_TERMS = {
+    **{name: TERMS[name] for name in ("full", "causal", "window", "terms")},
+    "room": {**CAUSAL, "q_offset": torch.zeros(1, dtype=torch.int64)},
+    "softcap": {**CAUSAL, "softcap": 30.0},
+}
+
+
+def compile_prefill_hopper(width, terms):
+    kernel = CompileOnly(hopper_launch._prefill_hopper_kernel)
+    with (
+        mock.patch.object(hopper_launch, "_prefill_hopper_kernel", kernel),
+        mock.patch("torch.cuda.get_device_properties", return_value=mock.Mock(multi_processor_count=132)),
+    ):
+        hopper_launch.prefill_hopper(make_call(width, 256, torch.bfloat16, HOPPER_TERMS[terms]))
+    return facts(kernel.compiled, 1)
 
 
 ROWS = {
@@ -239,6 +257,8 @@ def main():
     for width in (64, 128, 256):
         for terms in ("bounds", "bounds and band", "bounds and mask"):
             rows[f"prefill descriptor {width} {terms}"] = compile_prefill(width, torch.bfloat16, True, terms)
+        for terms in HOPPER_TERMS:
+            rows[f"prefill hopper descriptor {width} {terms}"] = compile_prefill_hopper(width, terms)
     print(json.dumps(rows))
 
 
