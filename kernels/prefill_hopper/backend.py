@@ -31,11 +31,7 @@ def _chip(call: AttentionCall) -> str | None:
 
 
 def _terms(call: AttentionCall) -> str | None:
-    tiles = {"a mask": call.attn_mask, "padding": call.key_padding, "bounds per row": call.key_bounds}
-    for name, x in tiles.items():
-        if x is not None:
-            return f"{name} is read by triton.prefill"
-    return None
+    return None if call.attn_mask is None else "a mask is read by triton.prefill"
 
 
 def _places(call: AttentionCall) -> str | None:

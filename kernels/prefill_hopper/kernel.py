@@ -35,25 +35,49 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def key_blocks(m, offset, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Key blocks of the tile at query row ``m``: the last, how many, how many masked on the right and on the left.
+def seen_keys(m, offset, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M: gl.constexpr):
+    """Keys [lo, hi) that some row of the tile at query row ``m`` sees, and [full_lo, full_hi) that all see.
 
-    Then the first key and the stop of what its rows see. One block at least, so that loads and products have a first; where nothing is visible, its mask hides all of it. Plain
-    arithmetic: the schedule calls the function inside (``key_blocks.fn``) on the host.
+    Plain arithmetic, as is :func:`key_blocks`: the schedule calls the functions inside (``.fn``) on the host.
     """
     first, last = m + offset, min(m + BLOCK_M, seqlen_q) - 1 + offset
-    lo, full_lo, hi, full_hi = 0, 0, seqlen_k, seqlen_k
+    lo, full_lo, full_hi, hi = 0, 0, seqlen_k, seqlen_k
     if window_left is not None:
         lo = max(first - window_left, 0)
         full_lo = max(last - window_left, 0)
     if window_right is not None:
         hi = min(max(last + window_right + 1, 0), seqlen_k)
         full_hi = min(max(first + window_right + 1, 0), seqlen_k)
+    return lo, full_lo, full_hi, hi
+
+
+@gluon.jit
+def key_blocks(lo, full_lo, full_hi, hi, BLOCK_N: gl.constexpr):
+    """Key blocks of a tile: the last, how many, how many masked on the right and on the left.
+
+    One at least, so that loads and products have a first; where nothing is visible, its mask hides all of it.
+    """
     start, stop = lo // BLOCK_N, (hi + BLOCK_N - 1) // BLOCK_N
     num = max(stop - start, 1)
     right = min(max(stop - full_hi // BLOCK_N, 1), num)
     left = min(max((full_lo + BLOCK_N - 1) // BLOCK_N - start, 0), num - right)
-    return max(stop - 1, 0), num, right, left, lo, hi
+    return max(stop - 1, 0), num, right, left
+
+
+@gluon.jit
+def _range(m_block, b, h, offset, work, BLOCK_M: gl.constexpr):
+    """What :func:`seen_keys` returns, whether the rows are plain and leave no gap: from the table where there is one."""
+    num_heads, _, _, seqlen_q, seqlen_k, window_left, window_right, ranges, ranges_strides = work
+    if ranges is None:
+        lo, full_lo, full_hi, hi = seen_keys(
+            m_block * BLOCK_M, offset, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M
+        )
+        plain, joined = True, True
+    else:
+        found = ranges + b * ranges_strides[0] + h * ranges_strides[1] + m_block * ranges_strides[2]
+        lo, full_lo, full_hi, hi = gl.load(found), gl.load(found + 1), gl.load(found + 2), gl.load(found + 3)
+        plain, joined = gl.load(found + 4) != 0, gl.load(found + 5) != 0
+    return lo, full_lo, full_hi, hi, plain, joined
 
 
 @gluon.jit
@@ -78,7 +102,7 @@ def _producer(q, k, v, buffers, barriers, tiles, num_tiles, work, GROUP_SIZE: gl
     """Load every tile's Q once, and its K and V blocks into the ring."""
     q_s, k_s, v_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right = work
+    num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right, _, _ = work
     STAGES: gl.constexpr = k_s.shape[0]
     BLOCK_N: gl.constexpr = k_s.shape[3]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -86,9 +110,8 @@ def _producer(q, k, v, buffers, barriers, tiles, num_tiles, work, GROUP_SIZE: gl
     for i in range(num_tiles):
         m_block, b, h = _tile(tiles, i, num_heads)
         offset = _offset(q_offset, offset_stride, b)
-        last, num, _, _, _, _ = key_blocks(
-            m_block * BLOCK_M, offset, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N
-        )
+        lo, full_lo, full_hi, hi, plain, joined = _range(m_block, b, h, offset, work, BLOCK_M)
+        last, num, right, left = key_blocks(lo, full_lo, full_hi, hi, BLOCK_N)
         mbarrier.wait(q_empty, (i & 1) ^ 1)
         mbarrier.expect(q_full, BLOCK_M * q_s.shape[4] * 2)
         for consumer in gl.static_range(CONSUMERS):
@@ -125,33 +148,79 @@ def _scores(s, position, keys, sm_scale, softcap, slope):
 
 
 @gluon.jit
-def _clean(v_s, stage, first, lo, hi):
+def _seen_by_some(keys_from, m, offset, b, h, work, row_terms, SLICE: gl.constexpr, OUT: gl.constexpr):
+    """Which of a few keys some row of the tile sees, where the rows' stretches leave gaps."""
+    ROWS_AND_KEYS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    rows = m + gl.arange(0, CONSUMERS * ROWS, gl.SliceLayout(0, ROWS_AND_KEYS))
+    start, stop = _bounds(rows, rows + offset, b, h, work, row_terms)
+    keys = keys_from + gl.arange(0, SLICE, gl.SliceLayout(1, ROWS_AND_KEYS))
+    seen = (keys[:, None] >= start[None, :]) & (keys[:, None] < stop[None, :])
+    return gl.convert_layout(gl.max(seen.to(gl.int32), 1), gl.SliceLayout(1, OUT)) != 0
+
+
+@gluon.jit
+def _clean(v_s, stage, first, lo, hi, plain, joined, m, offset, b, h, work, row_terms):
     """Zero the rows of a block of V that no row of the tile sees: they may hold NaN, and 0 * NaN is NaN.
 
     Each consumer does so before it reads them; the other's zeros are the same. A few rows at a time, for registers.
     """
+    key_bounds, _, key_padding, padding_strides = row_terms
     ROWS_V: gl.constexpr = v_s.shape[3]
     WIDTH: gl.constexpr = v_s.shape[4]
     SLICE: gl.constexpr = 16
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    if (first < lo) | (first + ROWS_V > hi):
+    dirty = (first < lo) | (first + ROWS_V > hi)
+    if key_padding is not None:
+        dirty = dirty | (not plain)
+    if key_bounds is not None:
+        dirty = dirty | (not joined)
+    if dirty:
         tile = v_s.index(stage).reshape((ROWS_V, WIDTH))
         for row in gl.static_range(0, ROWS_V, SLICE):
             keys = first + row + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
+            live = (keys >= lo) & (keys < hi)
+            if key_padding is not None:
+                pointers = key_padding + b.to(gl.int64) * padding_strides[0] + keys.to(gl.int64) * padding_strides[1]
+                live = live & (gl.load(pointers, mask=live, other=0) != 0)
+            if key_bounds is not None:
+                if not joined:
+                    live = live & _seen_by_some(first + row, m, offset, b, h, work, row_terms, SLICE, LAYOUT)
             part = tile.slice(row, SLICE, dim=0)
-            part.store(gl.where(((keys >= lo) & (keys < hi))[:, None], part.load(LAYOUT), 0.0))
+            part.store(gl.where(live[:, None], part.load(LAYOUT), 0.0))
         fence_async_shared()
 
 
 @gluon.jit
-def _hidden(s, position, keys, seqlen_k, window_left, window_right):
-    """Scores, -inf where a row does not see a key."""
-    visible = (keys < seqlen_k)[None, :]
-    if window_right is not None:
-        visible = visible & (keys[None, :] <= position[:, None] + window_right)
+def _bounds(rows, position, b, h, work, row_terms):
+    """First key and stop of what each row sees."""
+    _, _, _, seqlen_q, seqlen_k, window_left, window_right, _, _ = work
+    key_bounds, bounds_strides, _, _ = row_terms
+    start, stop = gl.zeros_like(rows), gl.zeros_like(rows) + seqlen_k
+    if key_bounds is not None:
+        real = gl.minimum(rows, seqlen_q - 1).to(gl.int64)
+        pointers = key_bounds + b.to(gl.int64) * bounds_strides[0] + h * bounds_strides[1] + real * bounds_strides[2]
+        start, stop = gl.maximum(-gl.load(pointers), 0), gl.minimum(gl.load(pointers + bounds_strides[3]), seqlen_k)
     if window_left is not None:
-        visible = visible & (keys[None, :] >= position[:, None] - window_left)
-    return gl.where(visible, s, float("-inf"))
+        start = gl.maximum(start, position - window_left)
+    if window_right is not None:
+        stop = gl.minimum(stop, position + window_right + 1)
+    return start, stop
+
+
+@gluon.jit
+def _hidden(s, keys, start, stop, plain, b, seqlen_k, row_terms, HAS_START: gl.constexpr):
+    """Scores, -inf where a row does not see a key."""
+    _, _, key_padding, padding_strides = row_terms
+    visible = keys[None, :] < stop[:, None]
+    if HAS_START:
+        visible = visible & (keys[None, :] >= start[:, None])
+    s = gl.where(visible, s, float("-inf"))
+    if key_padding is not None:
+        if not plain:
+            pointers = key_padding + b.to(gl.int64) * padding_strides[0] + keys.to(gl.int64) * padding_strides[1]
+            real = gl.load(pointers, mask=keys < seqlen_k, other=0) != 0
+            s = gl.where(real[None, :], s, float("-inf"))
+    return s
 
 
 @gluon.jit
@@ -187,6 +256,7 @@ def _consumer(
     num_tiles,
     work,
     terms,
+    row_terms,
     SHARES_Q: gl.constexpr,
     MAY_HOLD_ANYTHING: gl.constexpr,
 ):
@@ -197,8 +267,9 @@ def _consumer(
     """
     q_s, k_s, v_s, o_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right = work
+    num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right, _, _ = work
     sm_scale, softcap, alibi_slopes, slopes_strides, sinks, sinks_strides = terms
+    key_bounds, _, key_padding, _ = row_terms
     STAGES: gl.constexpr = k_s.shape[0]
     BLOCK_N: gl.constexpr = k_s.shape[3]
     BLOCK_D: gl.constexpr = k_s.shape[4]
@@ -209,6 +280,7 @@ def _consumer(
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     dtype: gl.constexpr = q_s.dtype
     NATURAL: gl.constexpr = softcap is not None or alibi_slopes is not None
+    HAS_START: gl.constexpr = window_left is not None or key_bounds is not None
     scale = LOG2E if NATURAL else sm_scale * LOG2E
 
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
@@ -216,13 +288,16 @@ def _consumer(
     count = 0
     for i in range(num_tiles):
         m_block, b, h = _tile(tiles, i, num_heads)
-        m = m_block * BLOCK_M + WHICH * ROWS
+        tile_row = m_block * BLOCK_M
+        m = tile_row + WHICH * ROWS
         offset = _offset(q_offset, offset_stride, b)
-        last, num, right, left, lo, hi = key_blocks(
-            m_block * BLOCK_M, offset, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M, BLOCK_N
-        )
+        lo, full_lo, full_hi, hi, plain, joined = _range(m_block, b, h, offset, work, BLOCK_M)
+        last, num, right, left = key_blocks(lo, full_lo, full_hi, hi, BLOCK_N)
+        if key_padding is not None:  # holes between bounds: every block is read element by element
+            right, left = gl.where(plain, right, num), gl.where(plain, left, 0)
         rows = m + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
         position = rows + offset
+        start, stop = _bounds(rows, position, b, h, work, row_terms)
         slope = None
         if alibi_slopes is not None:
             slope = gl.load(alibi_slopes + b * slopes_strides[0] + h * slopes_strides[1]).to(gl.float32)
@@ -237,7 +312,7 @@ def _consumer(
         mbarrier.arrive(k_empty.index(stage), count=1)
         keys = last * BLOCK_N + columns
         s = _scores(s, position, keys, sm_scale, softcap, slope)
-        s = _hidden(s, position, keys, seqlen_k, window_left, window_right)
+        s = _hidden(s, keys, start, stop, plain, b, seqlen_k, row_terms, HAS_START)
         m_i, alpha, p = _softmax(s, gl.full_like(rows.to(gl.float32), float("-inf")), scale)
         l_i = gl.sum(p, 1)
         p_tile = gl.convert_layout(p.to(dtype), P_LAYOUT)
@@ -246,7 +321,7 @@ def _consumer(
 
         starts = (1, right, num - left)
         stops = (right, num - left, num)
-        for run in gl.static_range(3 if window_left is not None else 2):
+        for run in gl.static_range(3 if HAS_START else 2):
             for j in range(starts[run], stops[run]):
                 stage = count % STAGES
                 before = (count - 1) % STAGES
@@ -254,14 +329,28 @@ def _consumer(
                 product = _times_keys(q_tile, k_s, stage, zeros)
                 mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
                 if MAY_HOLD_ANYTHING:
-                    _clean(v_s, before, (last - j + 1) * BLOCK_N, lo, hi)
+                    _clean(
+                        v_s,
+                        before,
+                        (last - j + 1) * BLOCK_N,
+                        lo,
+                        hi,
+                        plain,
+                        joined,
+                        tile_row,
+                        offset,
+                        b,
+                        h,
+                        work,
+                        row_terms,
+                    )
                 weighted = _plus_values(acc, p_tile, v_s, before)
                 s = warpgroup_mma_wait(1, deps=[product])
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 keys = (last - j) * BLOCK_N + columns
                 s = _scores(s, position, keys, sm_scale, softcap, slope)
                 if run != 1:
-                    s = _hidden(s, position, keys, seqlen_k, window_left, window_right)
+                    s = _hidden(s, keys, start, stop, plain, b, seqlen_k, row_terms, HAS_START)
                 m_i, alpha, p = _softmax(s, m_i, scale)
                 l_i = l_i * alpha + gl.sum(p, 1)
                 acc = warpgroup_mma_wait(0, deps=[weighted])
@@ -275,7 +364,9 @@ def _consumer(
         stage = (count - 1) % STAGES
         mbarrier.wait(v_full.index(stage), ((count - 1) // STAGES) & 1)
         if MAY_HOLD_ANYTHING:
-            _clean(v_s, stage, (last - num + 1) * BLOCK_N, lo, hi)
+            _clean(
+                v_s, stage, (last - num + 1) * BLOCK_N, lo, hi, plain, joined, tile_row, offset, b, h, work, row_terms
+            )
         weighted = _plus_values(acc, p_tile, v_s, stage)
         acc = warpgroup_mma_wait(0, deps=[weighted])
         mbarrier.arrive(v_empty.index(stage), count=1)
@@ -318,6 +409,9 @@ def _prefill_hopper_kernel(
     lse,  # fp32 [batch, num_heads, seqlen_q], contiguous, or None
     sinks,  # [batch, num_heads], or None
     alibi_slopes,  # fp32 [batch, num_heads], or None
+    key_bounds,  # int32 [batch, num_heads, seqlen_q, 3], or None
+    key_padding,  # bool [batch, seqlen_k], with bounds, or None
+    ranges,  # int32 [batch, num_heads, blocks, 6] of ranges.py, with bounds, or None
     tiles,  # int64 [programs, max_tiles]: flat head << 32 | query block
     num_tiles,  # int32 [programs]
     q_offset,  # int, or a pointer read with offset_stride
@@ -328,6 +422,9 @@ def _prefill_hopper_kernel(
     window_right,
     sinks_strides,
     slopes_strides,
+    bounds_strides,
+    padding_strides,
+    ranges_strides,
     num_heads,
     seqlen_q,
     seqlen_k,
@@ -368,12 +465,14 @@ def _prefill_hopper_kernel(
     mine = gl.load(num_tiles + gl.program_id(0))
     buffers = (q_s, k_s, v_s, o_s)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    work = (num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right)
+    band = (window_left, window_right, ranges, ranges_strides)
+    work = (num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, band[0], band[1], band[2], band[3])
+    row_terms = (key_bounds, bounds_strides, key_padding, padding_strides)
     terms = (sm_scale, softcap, alibi_slopes, slopes_strides, sinks, sinks_strides)
     gl.warp_specialize(
         [
-            (_consumer, (0, o, lse, buffers, barriers, own, mine, work, terms, SHARES_Q, MAY_HOLD_ANYTHING)),
-            (_consumer, (1, o, lse, buffers, barriers, own, mine, work, terms, SHARES_Q, MAY_HOLD_ANYTHING)),
+            (_consumer, (0, o, lse, buffers, barriers, own, mine, work, terms, row_terms, SHARES_Q, MAY_HOLD_ANYTHING)),
+            (_consumer, (1, o, lse, buffers, barriers, own, mine, work, terms, row_terms, SHARES_Q, MAY_HOLD_ANYTHING)),
             (_producer, (q, k, v, (q_s, k_s, v_s), barriers, own, mine, work, GROUP_SIZE)),
         ],
         [4, 1],

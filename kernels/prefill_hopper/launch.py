@@ -10,9 +10,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnpatch.attention_call import AttentionCall
-from attnpatch.kernels.common.support import offset_stride, padded_width, per_head, per_head_strides
+from attnpatch.kernels.common.support import offset_stride, padded_width, per_head, per_head_strides, strides
 from attnpatch.kernels.prefill_hopper.configs import CONFIGS
-from attnpatch.kernels.prefill_hopper.kernel import CONSUMERS, ROWS, _prefill_hopper_kernel, key_blocks
+from attnpatch.kernels.prefill_hopper.kernel import CONSUMERS, ROWS, _prefill_hopper_kernel, key_blocks, seen_keys
+from attnpatch.kernels.prefill_hopper.ranges import tile_ranges
 from attnpatch.kernels.prefill_hopper.schedule import TILE_COST, assign
 
 SECTION_BYTES = 16 << 20
@@ -35,6 +36,8 @@ def prefill_hopper(call: AttentionCall) -> Tensor:
     o = call.empty_output()
     if o.numel() == 0:
         return o
+    call = _with_bounds(call)
+    ranges = None if call.key_bounds is None else tile_ranges(call, BLOCK_M)
     width, width_v = padded_width(call.head_dim), padded_width(call.head_dim_v)
     config = CONFIGS[max(width, width_v, 64)]
     tiles, num_tiles = _tiles(call, config.BLOCK_N)
@@ -45,7 +48,8 @@ def prefill_hopper(call: AttentionCall) -> Tensor:
             _descriptor(call.k, config.BLOCK_N, width),
             _descriptor(call.v, config.BLOCK_N, width_v),
             _descriptor(o, ROWS.value, width_v),
-            *(call.lse, sinks, alibi_slopes, tiles, num_tiles, call.q_offset),
+            *(call.lse, sinks, alibi_slopes, call.key_bounds, call.key_padding, ranges, tiles, num_tiles),
+            q_offset=call.q_offset,
             offset_stride=offset_stride(call),
             sm_scale=call.sm_scale,
             softcap=call.softcap,
@@ -53,6 +57,9 @@ def prefill_hopper(call: AttentionCall) -> Tensor:
             window_right=call.window_right,
             sinks_strides=per_head_strides(sinks),
             slopes_strides=per_head_strides(alibi_slopes),
+            bounds_strides=strides(call.key_bounds),
+            padding_strides=strides(call.key_padding),
+            ranges_strides=None if ranges is None else _ranges_strides(ranges),
             num_heads=call.num_heads,
             seqlen_q=call.seqlen_q,
             seqlen_k=call.seqlen_k,
@@ -74,13 +81,28 @@ def _descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     if x.data_ptr() % 16:
         x = x.clone()
     block = [1, 1, rows, width]
-    strides = [16 if n == 1 else stride for n, stride in zip(x.shape[:3], x.stride(), strict=False)]
+    outer = [16 if n == 1 else stride for n, stride in zip(x.shape[:3], x.stride(), strict=False)]
     layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
+    return TensorDescriptor(x, list(x.shape), [*outer, 1], block, layout)
+
+
+def _with_bounds(call: AttentionCall) -> AttentionCall:
+    """Padding with its bounds, by which whole blocks are left out."""
+    if call.key_padding is None or call.key_bounds is not None:
+        return call
+    bounds = torch.ops.attnpatch.key_bounds(call.key_padding[:, None, None, :])
+    return call._replace(key_bounds=bounds.expand(call.batch, call.num_heads, call.seqlen_q, 3))
+
+
+def _ranges_strides(ranges: Tensor) -> tuple[int, int, int]:
+    """Over batch, head and tile; one table may serve all heads."""
+    return ranges.stride(0), ranges.stride(1) if ranges.shape[1] > 1 else 0, ranges.stride(2)
 
 
 def _may_hold_anything(call: AttentionCall) -> bool:
-    """Whether keys may lie behind what the last query sees, as in a cache with room: those may be no numbers."""
+    """Whether there may be keys that no query sees, as in a cache with room: those may be no numbers."""
+    if call.key_bounds is not None:
+        return True
     if call.window_right is None:
         return False
     return isinstance(call.q_offset, Tensor) or call.q_offset + call.seqlen_q + call.window_right < call.seqlen_k
@@ -106,7 +128,7 @@ def _scheduled(
 ) -> tuple[Tensor, Tensor]:
     """The tiles of each program on the device, and how many; made once per shape."""
     starts = range(0, band[1], BLOCK_M)
-    costs = [TILE_COST + key_blocks.fn(m, *band, BLOCK_M, block_n)[1] for m in starts]
+    costs = [TILE_COST + key_blocks.fn(*seen_keys.fn(m, *band, BLOCK_M), block_n)[1] for m in starts]
     programs = min(torch.cuda.get_device_properties(device).multi_processor_count, len(costs) * num_heads)
     tiles, num_tiles = assign(costs, num_heads, section, programs)
     return torch.from_numpy(tiles).to(device), torch.from_numpy(num_tiles).to(device)

@@ -7,8 +7,8 @@ import torch
 
 from attnpatch.dispatch import load_backend
 from attnpatch.kernels.common.support import capability
-from attnpatch.testing.inputs import check_backend
-from tests.gpu.calls import CUDA, ON_GPU, call_on_gpu
+from attnpatch.testing.inputs import check_backend, key_bounds
+from tests.gpu.calls import CUDA, ON_GPU, bool_mask, call_on_gpu
 from tests.gpu.test_kernels_gpu import PREFILL
 
 NAME = "triton.prefill_hopper"
@@ -35,7 +35,7 @@ def check(**case):
     "name",
     [
         *("causal", "full", "few rows, no term", "window", "both sides", "bottom-right", "rows without keys"),
-        "offsets on the device",
+        *("offsets on the device", "padding"),
         *("softcap", "softcap, large logits", "large logits"),
     ],
 )
@@ -63,6 +63,20 @@ def test_lengths(seqlen, window_right):
 @pytest.mark.parametrize("heads", [(8, 8), (9, 3), (8, 1), (71, 1)], ids=str)
 def test_groups(heads):
     check(num_heads=heads[0], num_kv_heads=heads[1], head_dim=128, seqlen_q=500, window_right=0)
+
+
+@pytest.mark.parametrize("window_right", [None, 0], ids=["full", "causal"])
+@pytest.mark.parametrize("kind", ["documents", "gaps", "padding with holes"])
+def test_bounds(kind, window_right):
+    rows = torch.arange(700)
+    if kind == "documents":
+        first, stop = rows // 130 * 130, (rows // 130 + 1) * 130
+    else:
+        first, stop = (rows // 64 % 3) * 200, (rows // 64 % 3) * 200 + 77
+    terms = {"key_bounds": key_bounds(first, stop.clamp(max=700)).expand(2, 8, 700, 3)}
+    if kind == "padding with holes":
+        terms = {"key_padding": bool_mask(2, 700)}
+    check(head_dim=128, seqlen_q=700, window_right=window_right, **terms)
 
 
 def test_alibi_and_sinks():

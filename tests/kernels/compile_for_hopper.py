@@ -24,6 +24,7 @@ from attnpatch.kernels.decode import launch as decode_launch
 from attnpatch.kernels.prefill import configs as prefill_configs
 from attnpatch.kernels.prefill import launch as prefill_launch
 from attnpatch.kernels.prefill_hopper import launch as hopper_launch
+from attnpatch.kernels.prefill_hopper import ranges as hopper_ranges
 from attnpatch.testing.inputs import key_bounds
 
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -130,6 +131,8 @@ HOPPER_TERMS = {
     **{name: TERMS[name] for name in ("full", "causal", "window", "terms")},
     "room": {**CAUSAL, "q_offset": torch.zeros(1, dtype=torch.int64)},
     "softcap": {**CAUSAL, "softcap": 30.0},
+    "bounds": BOUNDS,
+    "bounds and padding": {**BOUNDS, **CAUSAL, "key_padding": torch.ones(1, 256, dtype=torch.bool)},
 }
 
 
@@ -137,6 +140,7 @@ def compile_prefill_hopper(width, terms):
     kernel = CompileOnly(hopper_launch._prefill_hopper_kernel)
     with (
         mock.patch.object(hopper_launch, "_prefill_hopper_kernel", kernel),
+        mock.patch.object(hopper_ranges, "_ranges_kernel", CompileOnly(hopper_ranges._ranges_kernel)),
         mock.patch("torch.cuda.get_device_properties", return_value=mock.Mock(multi_processor_count=132)),
     ):
         hopper_launch.prefill_hopper(make_call(width, 256, torch.bfloat16, HOPPER_TERMS[terms]))

@@ -6,12 +6,13 @@ The kernel itself needs the chip: tests/gpu/test_prefill_hopper_gpu.py; its comp
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnpatch.kernels.common import support
 from attnpatch.kernels.prefill_hopper import backend
-from attnpatch.kernels.prefill_hopper.kernel import key_blocks
+from attnpatch.kernels.prefill_hopper.kernel import key_blocks, seen_keys
+from attnpatch.kernels.prefill_hopper.ranges import tile_ranges
 from attnpatch.kernels.prefill_hopper.schedule import assign
 from attnpatch.testing.inputs import random_call
 
@@ -31,7 +32,8 @@ def test_key_blocks_against_every_score(m_block, offset, seqlen_q, seqlen_k, win
     block_m, block_n = 16, 8
     m = m_block * block_m % max(seqlen_q, 1) // block_m * block_m
     band = (offset, seqlen_q, seqlen_k, window_left, window_right)
-    last, num, right, left, lo, hi = key_blocks.fn(m, *band, block_m, block_n)
+    lo, full_lo, full_hi, hi = seen_keys.fn(m, *band, block_m)
+    last, num, right, left = key_blocks.fn(lo, full_lo, full_hi, hi, block_n)
     position = np.arange(m, min(m + block_m, seqlen_q))[:, None] + offset
     keys = np.arange((seqlen_k + block_n - 1) // block_n * block_n)[None, :]
     visible = np.broadcast_to(keys < seqlen_k, (len(position), keys.shape[1])).copy()
@@ -68,7 +70,7 @@ def test_every_tile_has_one_program(costs, num_heads, section, programs):
 
 
 def test_programs_have_as_much_to_do():
-    costs = [1.5 + key_blocks.fn(m, 0, 4096, 4096, None, 0, 128, 128)[1] for m in range(0, 4096, 128)]
+    costs = [1.5 + key_blocks.fn(*seen_keys.fn(m, 0, 4096, 4096, None, 0, 128), 128)[1] for m in range(0, 4096, 128)]
     tiles, counts = assign(costs, 128, 32, 132)
     loads = [sum(costs[tile & 0xFFFFFFFF] for tile in row[:n]) for row, n in zip(tiles, counts, strict=True)]
     assert max(loads) * 132 / sum(loads) < 1.01
@@ -77,7 +79,6 @@ def test_programs_have_as_much_to_do():
 REFUSED = {
     "float32": ({"dtype": torch.float32}, "float32 is multiplied exactly by triton.prefill"),
     "mask": ({"attn_mask": torch.ones(1, 1, 9, 9, dtype=torch.bool)}, "a mask is read by triton.prefill"),
-    "padding": ({"key_padding": torch.ones(1, 9, dtype=torch.bool)}, "padding is read by triton.prefill"),
     "rows of 18 bytes": ({"head_dim": 9}, "is nothing that TMA reads"),
 }
 
@@ -87,6 +88,40 @@ def test_what_it_refuses(monkeypatch, case, reason):
     monkeypatch.setattr(support, "capability", lambda device: (9, 0))
     call = random_call(**{"batch": 1, "num_heads": 2, "seqlen_q": 9, "dtype": torch.float16, **case})
     assert reason in backend._refuses(call)
+
+
+@given(
+    seqlen_q=st.integers(1, 40),
+    seqlen_k=st.integers(1, 50),
+    offset=st.integers(-20, 40),
+    window=st.tuples(WINDOW, WINDOW),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=25, deadline=None)
+def test_ranges_against_every_row(seqlen_q, seqlen_k, offset, window, seed):
+    """In the interpreter."""
+    generator = torch.Generator().manual_seed(seed)
+    first, stop = torch.randint(0, seqlen_k + 1, (2, 1, 1, seqlen_q), generator=generator)
+    plain = torch.randint(0, 2, (1, 1, seqlen_q), generator=generator)
+    bounds = torch.stack([-first, stop, plain], -1).int().expand(1, 2, seqlen_q, 3)
+    sizes = {"num_heads": 2, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": 16}
+    call = random_call(**sizes, key_bounds=bounds, q_offset=offset, window_left=window[0], window_right=window[1])
+    found = tile_ranges(call, 16)
+    assert found.shape[:2] == (1, 1), "bounds that all heads share are read once"
+    position = torch.arange(seqlen_q) + offset
+    low, high = first[0, 0], stop[0, 0]
+    low = low if window[0] is None else torch.maximum(low, position - window[0])
+    high = high if window[1] is None else torch.minimum(high, position + window[1] + 1)
+    high = high.clamp(min=0)
+    for block, rows in enumerate(range(0, seqlen_q, 16)):
+        tile = slice(rows, rows + 16)
+        edges = [low[tile].min(), low[tile].max(), high[tile].min(), high[tile].max(), plain[0, 0, tile].min()]
+        assert found[0, 0, block, :5].tolist() == [int(x) for x in edges]
+        seen = torch.zeros(seqlen_k, dtype=torch.bool)
+        for n in range(*tile.indices(seqlen_q)):
+            seen[low[n] : max(low[n], high[n])] = True
+        if found[0, 0, block, 5]:
+            assert seen[low[tile].min() : high[tile].max()].all(), "no gap"
 
 
 def test_what_it_takes(monkeypatch):
