@@ -319,45 +319,42 @@ def _consumer(
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, O_LAYOUT)
         count += 1
 
-        starts = (1, right, num - left)
-        stops = (right, num - left, num)
-        for run in gl.static_range(3 if HAS_START else 2):
-            for j in range(starts[run], stops[run]):
-                stage = count % STAGES
-                before = (count - 1) % STAGES
-                mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-                product = _times_keys(q_tile, k_s, stage, zeros)
-                mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
-                if MAY_HOLD_ANYTHING:
-                    _clean(
-                        v_s,
-                        before,
-                        (last - j + 1) * BLOCK_N,
-                        lo,
-                        hi,
-                        plain,
-                        joined,
-                        tile_row,
-                        offset,
-                        b,
-                        h,
-                        work,
-                        row_terms,
-                    )
-                weighted = _plus_values(acc, p_tile, v_s, before)
-                s = warpgroup_mma_wait(1, deps=[product])
-                mbarrier.arrive(k_empty.index(stage), count=1)
-                keys = (last - j) * BLOCK_N + columns
-                s = _scores(s, position, keys, sm_scale, softcap, slope)
-                if run != 1:
-                    s = _hidden(s, keys, start, stop, plain, b, seqlen_k, row_terms, HAS_START)
-                m_i, alpha, p = _softmax(s, m_i, scale)
-                l_i = l_i * alpha + gl.sum(p, 1)
-                acc = warpgroup_mma_wait(0, deps=[weighted])
-                mbarrier.arrive(v_empty.index(before), count=1)
-                acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
-                p_tile = gl.convert_layout(p.to(dtype), P_LAYOUT)
-                count += 1
+        for j in range(1, num):
+            stage = count % STAGES
+            before = (count - 1) % STAGES
+            mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+            product = _times_keys(q_tile, k_s, stage, zeros)
+            mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
+            if MAY_HOLD_ANYTHING:
+                _clean(
+                    v_s,
+                    before,
+                    (last - j + 1) * BLOCK_N,
+                    lo,
+                    hi,
+                    plain,
+                    joined,
+                    tile_row,
+                    offset,
+                    b,
+                    h,
+                    work,
+                    row_terms,
+                )
+            weighted = _plus_values(acc, p_tile, v_s, before)
+            s = warpgroup_mma_wait(1, deps=[product])
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            keys = (last - j) * BLOCK_N + columns
+            s = _scores(s, position, keys, sm_scale, softcap, slope)
+            if (j < right) | (j >= num - left):
+                s = _hidden(s, keys, start, stop, plain, b, seqlen_k, row_terms, HAS_START)
+            m_i, alpha, p = _softmax(s, m_i, scale)
+            l_i = l_i * alpha + gl.sum(p, 1)
+            acc = warpgroup_mma_wait(0, deps=[weighted])
+            mbarrier.arrive(v_empty.index(before), count=1)
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+            p_tile = gl.convert_layout(p.to(dtype), P_LAYOUT)
+            count += 1
 
         if not SHARES_Q:
             mbarrier.arrive(q_empty, count=1)
