@@ -12,7 +12,7 @@ A tile of BLOCK_M query rows sees key blocks from ``start`` to ``stop``, walked 
 
 Products with K run one block ahead of those with V:  s(j) = q k(j)^T,  o += p(j-1) v(j-1),  p(j) = softmax(s(j)).
 
-Rows that see nothing keep m = -inf and l = 0; their output is zero.
+Rows that see nothing keep m = LOWEST and l = 0; their output is zero.
 """
 
 from triton.experimental import gluon
@@ -32,6 +32,9 @@ ROWS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
+
+LOWEST = gl.constexpr(-3.0e38)
+"""Maximum of a row that has seen no key: finite, so that exp2(-inf - LOWEST) is 0 without a case of its own."""
 
 
 @gluon.jit
@@ -81,11 +84,9 @@ def _range(m_block, b, h, offset, work, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def _tile(tiles, i, num_heads):
-    """Query block, batch and head of the ``i``-th tile of this program."""
-    tile = gl.load(tiles + i)
-    flat_head = (tile >> 32).to(gl.int32)
-    return tile.to(gl.int32), flat_head // num_heads, flat_head % num_heads
+def _tile(tile):
+    """Query block, batch and head of an entry of the table."""
+    return tile.to(gl.int32), (tile >> 48).to(gl.int32), (tile >> 32).to(gl.int32) & 0xFFFF
 
 
 @gluon.jit
@@ -107,8 +108,10 @@ def _producer(q, k, v, buffers, barriers, tiles, num_tiles, work, GROUP_SIZE: gl
     BLOCK_N: gl.constexpr = k_s.shape[3]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
     count = 0
+    tile = gl.load(tiles)
     for i in range(num_tiles):
-        m_block, b, h = _tile(tiles, i, num_heads)
+        m_block, b, h = _tile(tile)
+        tile = gl.load(tiles + i + 1)  # long before it is needed
         offset = _offset(q_offset, offset_stride, b)
         lo, full_lo, full_hi, hi, plain, joined = _range(m_block, b, h, offset, work, BLOCK_M)
         last, num, right, left = key_blocks(lo, full_lo, full_hi, hi, BLOCK_N)
@@ -129,22 +132,30 @@ def _producer(q, k, v, buffers, barriers, tiles, num_tiles, work, GROUP_SIZE: gl
             count += 1
 
 
-@gluon.jit
-def _tanh(x):
-    """Tanh within 2e-7 of absolute error, which times a softcap is far below what 16 bit rounds off."""
-    return 1.0 - 2.0 / (gl.exp2(x * (2.0 * LOG2E)) + 1.0)
+_RECIPROCAL = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 
 
 @gluon.jit
 def _scores(s, position, keys, sm_scale, softcap, slope):
-    """Scores in natural units where terms need them so, else as the product gives them."""
-    if softcap is not None or slope is not None:
-        s = s * sm_scale
+    """Scores that times :func:`_scale` are powers of two; of a softcap, ``(1 + tanh) / 2``: shifted by the softcap.
+
+    That is a sigmoid, within 1e-7, which times a softcap is far below what 16 bit rounds off.
+    """
     if softcap is not None:
-        s = softcap * _tanh(s / softcap)
-    if slope is not None:
-        s -= slope * gl.abs(position[:, None] - keys[None, :]).to(gl.float32)
+        e = gl.exp2(s * (-2.0 * LOG2E * sm_scale / softcap)) + 1.0
+        s = gl.inline_asm_elementwise(_RECIPROCAL, "=f,f", [e], dtype=gl.float32, is_pure=True, pack=1)
+    if slope is not None:  # in floats: a conversion per score would cost as much as its exponential
+        s -= slope * gl.abs(position.to(gl.float32)[:, None] - keys.to(gl.float32)[None, :])
     return s
+
+
+@gluon.jit
+def _scale(sm_scale, softcap):
+    """From what :func:`_scores` returns to powers of two; positive."""
+    if softcap is None:
+        return sm_scale * LOG2E
+    else:
+        return 2.0 * LOG2E * softcap
 
 
 @gluon.jit
@@ -227,8 +238,14 @@ def _hidden(s, keys, start, stop, plain, b, seqlen_k, row_terms, HAS_START: gl.c
 def _softmax(s, m_i, scale):
     """New maximum in powers of two, the factor for what was summed under the old one, and probabilities."""
     m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
-    base = gl.where(m_new == float("-inf"), 0.0, m_new)
-    return m_new, gl.exp2(m_i - base), gl.exp2(s * scale - base[:, None])
+    return m_new, gl.exp2(m_i - m_new), gl.exp2(s * scale - m_new[:, None])
+
+
+@gluon.jit
+def _thread_sum(p):
+    """Sums ``[64, 4]`` of the columns that a thread has of its rows."""
+    parts = gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(parts, 3), 1)
 
 
 @gluon.jit
@@ -279,15 +296,16 @@ def _consumer(
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     dtype: gl.constexpr = q_s.dtype
-    NATURAL: gl.constexpr = softcap is not None or alibi_slopes is not None
     HAS_START: gl.constexpr = window_left is not None or key_bounds is not None
-    scale = LOG2E if NATURAL else sm_scale * LOG2E
+    scale = _scale(sm_scale, softcap)
 
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     count = 0
+    tile = gl.load(tiles)
     for i in range(num_tiles):
-        m_block, b, h = _tile(tiles, i, num_heads)
+        m_block, b, h = _tile(tile)
+        tile = gl.load(tiles + i + 1)  # long before it is needed
         tile_row = m_block * BLOCK_M
         m = tile_row + WHICH * ROWS
         offset = _offset(q_offset, offset_stride, b)
@@ -300,7 +318,7 @@ def _consumer(
         start, stop = _bounds(rows, position, b, h, work, row_terms)
         slope = None
         if alibi_slopes is not None:
-            slope = gl.load(alibi_slopes + b * slopes_strides[0] + h * slopes_strides[1]).to(gl.float32)
+            slope = gl.load(alibi_slopes + b * slopes_strides[0] + h * slopes_strides[1]).to(gl.float32) * (LOG2E / scale)
 
         # block 0: scores alone
         q_tile = q_s.index(WHICH).reshape((ROWS, BLOCK_D))
@@ -313,8 +331,8 @@ def _consumer(
         keys = last * BLOCK_N + columns
         s = _scores(s, position, keys, sm_scale, softcap, slope)
         s = _hidden(s, keys, start, stop, plain, b, seqlen_k, row_terms, HAS_START)
-        m_i, alpha, p = _softmax(s, gl.full_like(rows.to(gl.float32), float("-inf")), scale)
-        l_i = gl.sum(p, 1)
+        m_i, alpha, p = _softmax(s, gl.full_like(rows.to(gl.float32), LOWEST), scale)
+        l_i = _thread_sum(p)
         p_tile = gl.convert_layout(p.to(dtype), P_LAYOUT)
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, O_LAYOUT)
         count += 1
@@ -349,7 +367,7 @@ def _consumer(
             if (j < right) | (j >= num - left):
                 s = _hidden(s, keys, start, stop, plain, b, seqlen_k, row_terms, HAS_START)
             m_i, alpha, p = _softmax(s, m_i, scale)
-            l_i = l_i * alpha + gl.sum(p, 1)
+            l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None] + _thread_sum(p)
             acc = warpgroup_mma_wait(0, deps=[weighted])
             mbarrier.arrive(v_empty.index(before), count=1)
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -368,6 +386,9 @@ def _consumer(
         acc = warpgroup_mma_wait(0, deps=[weighted])
         mbarrier.arrive(v_empty.index(stage), count=1)
 
+        l_i = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, S_LAYOUT))
+        if softcap is not None:
+            m_i -= softcap * LOG2E
         if sinks is not None:
             sink = gl.load(sinks + b * sinks_strides[0] + h * sinks_strides[1]).to(gl.float32) * LOG2E
             m_new = gl.maximum(m_i, sink)
@@ -409,7 +430,7 @@ def _prefill_hopper_kernel(
     key_bounds,  # int32 [batch, num_heads, seqlen_q, 3], or None
     key_padding,  # bool [batch, seqlen_k], with bounds, or None
     ranges,  # int32 [batch, num_heads, blocks, 6] of ranges.py, with bounds, or None
-    tiles,  # int64 [programs, max_tiles]: flat head << 32 | query block
+    tiles,  # int64 [programs, max_tiles + 1]: batch << 48 | head << 32 | query block
     num_tiles,  # int32 [programs]
     q_offset,  # int, or a pointer read with offset_stride
     offset_stride,
@@ -458,7 +479,7 @@ def _prefill_hopper_kernel(
         mbarrier.init(v_empty.index(stage), count=CONSUMERS)
     fence_async_shared()
 
-    own = tiles + gl.program_id(0) * max_tiles
+    own = tiles + gl.program_id(0) * (max_tiles + 1)
     mine = gl.load(num_tiles + gl.program_id(0))
     buffers = (q_s, k_s, v_s, o_s)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)

@@ -63,7 +63,7 @@ def prefill_hopper(call: AttentionCall) -> Tensor:
             num_heads=call.num_heads,
             seqlen_q=call.seqlen_q,
             seqlen_k=call.seqlen_k,
-            max_tiles=tiles.shape[1],
+            max_tiles=tiles.shape[1] - 1,
             GROUP_SIZE=call.group_size,
             BLOCK_D=width,
             BLOCK_DV=width_v,
@@ -115,20 +115,20 @@ def _tiles(call: AttentionCall, block_n: int) -> tuple[Tensor, Tensor]:
         call.q_offset if isinstance(call.q_offset, int) else call.seqlen_k - call.seqlen_q
     )  # on the device: a guess
     band = (offset, call.seqlen_q, call.seqlen_k, call.window_left, call.window_right)
-    return _scheduled(band, block_n, call.batch * call.num_heads, section, call.q.device)
+    return _scheduled(band, block_n, (call.batch, call.num_heads), section, call.q.device)
 
 
 @lru_cache(maxsize=256)
 def _scheduled(
     band: tuple[int, int, int, int | None, int | None],
     block_n: int,
-    num_heads: int,
+    heads: tuple[int, int],
     section: int,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """The tiles of each program on the device, and how many; made once per shape."""
     starts = range(0, band[1], BLOCK_M)
     costs = [TILE_COST + key_blocks.fn(*seen_keys.fn(m, *band, BLOCK_M), block_n)[1] for m in starts]
-    programs = min(torch.cuda.get_device_properties(device).multi_processor_count, len(costs) * num_heads)
-    tiles, num_tiles = assign(costs, num_heads, section, programs)
+    programs = min(torch.cuda.get_device_properties(device).multi_processor_count, len(costs) * heads[0] * heads[1])
+    tiles, num_tiles = assign(costs, *heads, section, programs)
     return torch.from_numpy(tiles).to(device), torch.from_numpy(num_tiles).to(device)

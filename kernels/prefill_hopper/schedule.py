@@ -16,29 +16,31 @@ TILE_COST = 1.5
 
 
 def assign(
-    costs: Sequence[float], num_heads: int, heads_per_section: int, programs: int
+    costs: Sequence[float], batch: int, num_heads: int, heads_per_section: int, programs: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Deal tiles out to programs.
 
     Args:
         costs: of a tile, by query block; the same for every head.
-        num_heads: of all sequences together.
+        batch: sequences.
+        num_heads: of each sequence.
         heads_per_section: heads that run side by side.
         programs: that stay for the whole launch.
 
     Returns:
-        ``[programs, most tiles of one]``, a tile as ``head << 32 | query block``, zeros behind; and ``[programs]``, how
-        many tiles each has.
+        ``[programs, most tiles of one + 1]``, a tile as ``sequence << 48 | head << 32 | query block``, zeros behind, so
+        that a program may read on by one; and ``[programs]``, how many tiles each has.
     """
     rounds: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
     loads = np.zeros(programs)
-    for first in range(0, num_heads, heads_per_section):
-        heads = np.arange(first, min(first + heads_per_section, num_heads), dtype=np.int64)
+    everywhere = np.arange(batch * num_heads, dtype=np.int64)
+    for first in range(0, len(everywhere), heads_per_section):
+        heads = everywhere[first : first + heads_per_section]
         for block in reversed(range(len(costs))):
             for some in np.split(heads, range(programs, len(heads), programs)):
                 free = np.argsort(loads, kind="stable")[: len(some)]  # of equal tiles at once, one each
                 loads[free] += costs[block]
-                rounds.append((free, some << 32 | block))
+                rounds.append((free, some // num_heads << 48 | some % num_heads << 32 | block))
     return _rows(rounds, programs)
 
 
@@ -50,6 +52,6 @@ def _rows(
     order = np.argsort(program, kind="stable")
     counts = np.bincount(program, minlength=programs)
     column = np.arange(len(tile)) - np.repeat(np.cumsum(counts) - counts, counts)
-    tiles = np.zeros((programs, counts.max()), dtype=np.int64)
+    tiles = np.zeros((programs, counts.max() + 1), dtype=np.int64)
     tiles[program[order], column] = tile[order]
     return tiles, counts.astype(np.int32)

@@ -57,21 +57,24 @@ def test_key_blocks_against_every_score(m_block, offset, seqlen_q, seqlen_k, win
 
 @given(
     costs=st.lists(st.integers(1, 30), min_size=1, max_size=40),
-    num_heads=st.integers(1, 40),
+    batch=st.integers(1, 4),
+    num_heads=st.integers(1, 20),
     section=st.integers(1, 50),
     programs=st.integers(1, 24),
 )
-def test_every_tile_has_one_program(costs, num_heads, section, programs):
-    tiles, counts = assign(costs, num_heads, section, programs)
+def test_every_tile_has_one_program(costs, batch, num_heads, section, programs):
+    tiles, counts = assign(costs, batch, num_heads, section, programs)
+    assert (tiles[:, -1] == 0).all(), "a program reads on by one"
     dealt = sorted(int(tile) for row, n in zip(tiles, counts, strict=True) for tile in row[:n])
-    assert dealt == [head << 32 | block for head in range(num_heads) for block in range(len(costs))]
+    blocks = range(len(costs))
+    assert dealt == [b << 48 | h << 32 | block for b in range(batch) for h in range(num_heads) for block in blocks]
     loads = [sum(costs[tile & 0xFFFFFFFF] for tile in row[:n]) for row, n in zip(tiles, counts, strict=True)]
     assert max(loads) <= sum(loads) / programs + max(costs), "nobody gets a tile while another has less to do"
 
 
 def test_programs_have_as_much_to_do():
     costs = [1.5 + key_blocks.fn(*seen_keys.fn(m, 0, 4096, 4096, None, 0, 128), 128)[1] for m in range(0, 4096, 128)]
-    tiles, counts = assign(costs, 128, 32, 132)
+    tiles, counts = assign(costs, 4, 32, 32, 132)
     loads = [sum(costs[tile & 0xFFFFFFFF] for tile in row[:n]) for row, n in zip(tiles, counts, strict=True)]
     assert max(loads) * 132 / sum(loads) < 1.01
 
