@@ -3,16 +3,21 @@
 Triton's own launcher parses all arguments of the kernel at every launch. Here all but the addresses of tensors are
 laid out once, just as it lays them out (``_launch`` in triton/backends/nvidia/driver.py or driver.c): each argument
 that is no constant, tuples flattened, in order and as wide as the kernel's signature says, then two pointers to scratch
-memory. ``cuLaunchKernelEx`` copies them before it returns.
+memory. A tensor descriptor is a map for the TMA unit, then shape and strides. ``cuLaunchKernelEx`` copies them all
+before it returns.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from threading import Lock
+from types import MappingProxyType
 from typing import Any, NamedTuple
+
+from attnpatch.kernels.common import libcuda
+from attnpatch.kernels.common.tensor_map import TensorMap, Tiled
 
 _TYPES: dict[str, Any] = {
     "i1": ctypes.c_int8,
@@ -27,6 +32,8 @@ _TYPES: dict[str, Any] = {
 
 _MAX_SHARED = 228 << 10  # bytes; more needs an attribute, from Triton 3.8 on
 _SCRATCH = 2  # pointers
+_MAP = "nvTmaDesc"
+"""Kind of a map, as Triton's launchers call it."""
 
 
 class _Attribute(ctypes.Structure):
@@ -59,12 +66,14 @@ class Loaded(NamedTuple):
         programs: size of the grid.
         places: its arguments that are tensors, and where among the addresses of a launch theirs come.
         values: its other arguments by name.
+        tiled: of the tensors, those that it takes as descriptors.
     """
 
     compiled: Any
     programs: int
     places: dict[str, int]
     values: dict[str, Any]
+    tiled: Mapping[str, Tiled] = MappingProxyType({})
 
 
 def driver_launch(
@@ -83,12 +92,19 @@ def driver_launch(
     if not all(_is_plain(kernel) for kernel in kernels):
         return None
     addresses: Any = (ctypes.c_uint64 * num_addresses)()
-    launches = [_launch(kernel, addresses) for kernel in kernels]
+    maps = [_maps(kernel) for kernel in kernels]
+    if not all(each.usable for of_kernel in maps for each in of_kernel.values()):
+        return None
+    launches = [_launch(kernel, addresses, of_kernel) for kernel, of_kernel in zip(kernels, maps, strict=True)]
+    moves = [(each.move, place) for of_kernel in maps for place, each in of_kernel.items()]
     lock = Lock()
 
     def launch(device: int, given: Sequence[int]) -> bool:
         with lock:  # another thread may be launching, too
             addresses[:] = given
+            for move, place in moves:
+                if move(given[place]) != 0:
+                    return False
             stream = stream_of(device)
             for config, cu_launch in launches:
                 config.stream = stream
@@ -104,19 +120,33 @@ def _is_plain(kernel: Loaded) -> bool:
     facts = kernel.compiled.metadata
     scratch = facts.global_scratch_size or facts.profile_scratch_size
     special = scratch or facts.launch_cooperative_grid or facts.num_ctas != 1 or facts.shared > _MAX_SHARED
-    return not special and all(kind in _TYPES or kind[0] == "*" for kind, _ in _arguments(kernel))
+    described = len(_forms(kernel)) == len(kernel.tiled)
+    return (
+        described and not special and all(kind in (*_TYPES, _MAP) or kind[0] == "*" for kind, _ in _arguments(kernel))
+    )
 
 
-def _launch(kernel: Loaded, addresses: Any) -> tuple[_Config, Callable[[], int]]:
+def _maps(kernel: Loaded) -> dict[int, TensorMap]:
+    """Those that the kernel takes, by the place of their address; Triton lists their forms in the same order."""
+    taken = [name for name in kernel.compiled.src.signature if name in kernel.tiled]
+    pairs = zip(taken, _forms(kernel), strict=True)
+    return {kernel.places[name]: TensorMap(kernel.tiled[name], form) for name, form in pairs}
+
+
+def _forms(kernel: Loaded) -> Sequence[dict[str, Any]]:
+    """What each descriptor was compiled for."""
+    return getattr(kernel.compiled.metadata, "tensordesc_meta", None) or ()
+
+
+def _launch(kernel: Loaded, addresses: Any, maps: Mapping[int, TensorMap]) -> tuple[_Config, Callable[[], int]]:
     """What holds the stream, and cuLaunchKernelEx with all its arguments."""
-    config, parameters = _config(kernel), _parameters(kernel, addresses)
+    config, parameters = _config(kernel), _parameters(kernel, addresses, maps)
     function = ctypes.c_void_p(kernel.compiled.function)
     return config, partial(_cu_launch(), ctypes.byref(config), function, parameters, None)
 
 
-@cache
 def _cu_launch() -> Any:
-    return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    return libcuda.function("cuLaunchKernelEx")
 
 
 def _config(kernel: Loaded) -> _Config:
@@ -126,26 +156,35 @@ def _config(kernel: Loaded) -> _Config:
     return _Config((kernel.programs, 1, 1), (32 * facts.num_warps, 1, 1), facts.shared, None, array, len(attributes))
 
 
-def _parameters(kernel: Loaded, addresses: Any) -> Any:
+def _parameters(kernel: Loaded, addresses: Any, maps: Mapping[int, TensorMap]) -> Any:
     """``void**``: where each argument lies."""
     arguments = _arguments(kernel)
     numbers = (ctypes.c_uint64 * (len(arguments) + _SCRATCH))()
     where = [ctypes.addressof(numbers) + 8 * place for place in range(len(numbers))]
     for place, (kind, value) in enumerate(arguments):
-        if kind[0] == "*":
+        if kind == _MAP:
+            where[place] = maps[value].where
+        elif kind[0] == "*":
             where[place] = ctypes.addressof(addresses) + 8 * value
         else:
             _TYPES[kind].from_buffer(numbers, 8 * place).value = value
     parameters: Any = (ctypes.c_void_p * len(where))(*where)
-    parameters.kept = numbers, addresses, kernel  # which unloads itself when nobody keeps it, from Triton 3.8 on
+    parameters.kept = numbers, addresses, maps, kernel  # which unloads itself when nobody keeps it, from Triton 3.8 on
     return parameters
 
 
 def _arguments(kernel: Loaded) -> list[tuple[str, Any]]:
-    """Type and value of all that the kernel takes; the value of a tensor is the place of its address."""
+    """Type and value of all that the kernel takes; the value of a tensor or a map is the place of its address."""
     given = {**kernel.values, **kernel.places}
-    signature = kernel.compiled.src.signature
-    return [argument for name, kind in signature.items() for argument in _flat(kind, given.get(name))]
+    found: list[tuple[str, Any]] = []
+    for name, kind in kernel.compiled.src.signature.items():
+        tiled = kernel.tiled.get(name)
+        found += _flat(kind, given.get(name)) if tiled is None else _described(given[name], tiled)
+    return found
+
+
+def _described(place: int, tiled: Tiled) -> list[tuple[str, Any]]:
+    return [(_MAP, place), *[("i32", n) for n in tiled.shape], *[("i64", stride) for stride in tiled.strides]]
 
 
 def _flat(kind: Any, value: Any) -> Iterator[tuple[str, Any]]:

@@ -10,9 +10,10 @@ but where their tensors lie; what is then left to look at is the addresses, whic
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from operator import or_
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,10 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from attnpatch.kernels.common.driver import Loaded, driver_launch
+from attnpatch.kernels.common.tensor_map import Tiled
+
+Described = Callable[[Tensor], Any]
+"""Makes the descriptor that a kernel takes in place of a tensor, with zeros around it."""
 
 _VERSION = ".".join(triton.__version__.split(".")[:2])
 
@@ -37,11 +42,16 @@ class _Kernel(NamedTuple):
     programs: int
     places: dict[str, int]
     values: dict[str, Any]
+    described: Mapping[str, Described]
 
     def launch(self, given: tuple[Any, ...]) -> Any:
         """Through Triton, which says what it has launched."""
         tensors = {name: given[place] for name, place in self.places.items()}
-        return self.function[(self.programs,)](**tensors, **self.values)
+        return self.function[(self.programs,)](**{**tensors, **self.descriptors(given)}, **self.values)
+
+    def descriptors(self, given: tuple[Any, ...]) -> dict[str, Any]:
+        """Of the tensors that it takes so."""
+        return {name: make(given[self.places[name]]) for name, make in self.described.items()}
 
 
 class Launch:
@@ -61,6 +71,7 @@ class Launch:
             place of one that it does not take.
         then: the launch that follows at once, of the same call. What it makes begins with what this one makes, by
             whatever names.
+        described: those of the tensors that the kernel takes as descriptors. They lie at multiples of 16 bytes, always.
         values: all other arguments by name, and num_warps, num_stages.
     """
 
@@ -72,6 +83,7 @@ class Launch:
         takes: Sequence[str],
         makes: Sequence[str | None],
         then: Launch | None = None,
+        described: Mapping[str, Described] = MappingProxyType({}),
         **values: Any,
     ) -> None:
         fields, names = call._asdict(), (*call._fields, *makes)
@@ -79,7 +91,7 @@ class Launch:
         places = {name: names.index(name) for name in (*tensors, *makes) if name is not None}
         values |= {name: fields[name] for name in takes if name not in tensors}
         self._kernels: tuple[_Kernel, ...] = (
-            _Kernel(kernel, programs, places, values),
+            _Kernel(kernel, programs, places, values, described),
             *(then._kernels if then else ()),
         )
         self._places = sorted({place for kernel in self._kernels for place in kernel.places.values()})
@@ -113,14 +125,16 @@ class Launch:
         compiled = [kernel.launch(given) for kernel in self._kernels]
         functions = [kernel.function for kernel in self._kernels]
         if _is_known(functions):
-            loaded = [self._loaded(*pair) for pair in zip(self._kernels, compiled, strict=True)]
+            loaded = [self._loaded(given, *pair) for pair in zip(self._kernels, compiled, strict=True)]
             ready = driver_launch(loaded, len(self._places), driver.active.get_current_stream)
             if ready is not None:
                 self._remembered[misaligned] = ready
 
-    def _loaded(self, kernel: _Kernel, compiled: Any) -> Loaded:
+    def _loaded(self, given: tuple[Any, ...], kernel: _Kernel, compiled: Any) -> Loaded:
         places = {name: self._places.index(place) for name, place in kernel.places.items()}
-        return Loaded(compiled, kernel.programs, places, kernel.values)
+        descriptors = kernel.descriptors(given).items()
+        tiled = {name: Tiled(x.base.data_ptr(), tuple(x.shape), tuple(x.strides)) for name, x in descriptors}
+        return Loaded(compiled, kernel.programs, places, kernel.values, tiled)
 
 
 def _is_known(functions: list[Any]) -> bool:

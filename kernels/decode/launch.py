@@ -139,6 +139,7 @@ def _split(
     rotated = ("rotated",) if call.k.dtype == PACKED else ()
     takes = (*_INPUTS, *_TERMS)
     paged = call.block_table is not None
+    absent: dict[str, Any] = {"q" if rotated else "rotated": None}
     output = _output_strides(call)
     if plan.merges:
         _, heads, rows, width = (*call.q.shape[:3], call.head_dim_v)
@@ -151,7 +152,7 @@ def _split(
         takes[1:] if rotated else takes,
         (*rotated, "o"),
         merge,
-        **dict.fromkeys(("q",) if rotated else ("rotated",)),
+        **absent,
         sm_scale=call.sm_scale,
         softcap=call.softcap,
         q_strides=call.q.stride(),
