@@ -10,6 +10,8 @@ A tile of BLOCK_M query rows sees key blocks from ``start`` to ``stop``, walked 
       masked: left    full: every row sees        masked: right edge,
       window edge     every key                   diagonal, end of K
 
+The first block may stop at half of its keys: the upper 64 rows of a causal tile see no more of it.
+
 Products with K run one block ahead of those with V:  s(j) = q k(j)^T,  o += p(j-1) v(j-1),  p(j) = softmax(s(j)).
 
 Rows that see nothing keep m = LOWEST and l = 0; their output is zero.
@@ -25,62 +27,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnpatch.kernels.prefill_hopper.gluon_names import load_tile, store_tile, store_wait
-
-ROWS = gl.constexpr(64)
-"""Query rows of a consumer: the M of a wgmma."""
+from attnpatch.kernels.prefill_hopper.masks import clean_values, hide, key_blocks, row_bounds, tile_range
+from attnpatch.kernels.prefill_hopper.softmax import (
+    LN2,
+    LOG2E,
+    ROWS,
+    first_block,
+    packed,
+    score_scale,
+    scores,
+    softmax_step,
+    thread_sums,
+)
 
 CONSUMERS = gl.constexpr(2)
-LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 
-LOWEST = gl.constexpr(-3.0e38)
-"""Maximum of a row that has seen no key: finite, so that exp2(-inf - LOWEST) is 0 without a case of its own."""
-
-
-@gluon.jit
-def seen_keys(m, offset, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M: gl.constexpr):
-    """Keys [lo, hi) that some row of the tile at query row ``m`` sees, and [full_lo, full_hi) that all see.
-
-    Plain arithmetic, as is :func:`key_blocks`: the schedule calls the functions inside (``.fn``) on the host.
-    """
-    first, last = m + offset, min(m + BLOCK_M, seqlen_q) - 1 + offset
-    lo, full_lo, full_hi, hi = 0, 0, seqlen_k, seqlen_k
-    if window_left is not None:
-        lo = max(first - window_left, 0)
-        full_lo = max(last - window_left, 0)
-    if window_right is not None:
-        hi = min(max(last + window_right + 1, 0), seqlen_k)
-        full_hi = min(max(first + window_right + 1, 0), seqlen_k)
-    return lo, full_lo, full_hi, hi
-
-
-@gluon.jit
-def key_blocks(lo, full_lo, full_hi, hi, BLOCK_N: gl.constexpr):
-    """Key blocks of a tile: the last, how many, how many masked on the right and on the left.
-
-    One at least, so that loads and products have a first; where nothing is visible, its mask hides all of it.
-    """
-    start, stop = lo // BLOCK_N, (hi + BLOCK_N - 1) // BLOCK_N
-    num = max(stop - start, 1)
-    right = min(max(stop - full_hi // BLOCK_N, 1), num)
-    left = min(max((full_lo + BLOCK_N - 1) // BLOCK_N - start, 0), num - right)
-    return max(stop - 1, 0), num, right, left
-
-
-@gluon.jit
-def _range(m_block, b, h, offset, work, BLOCK_M: gl.constexpr):
-    """What :func:`seen_keys` returns, whether the rows are plain and leave no gap: from the table where there is one."""
-    num_heads, _, _, seqlen_q, seqlen_k, window_left, window_right, ranges, ranges_strides = work
-    if ranges is None:
-        lo, full_lo, full_hi, hi = seen_keys(
-            m_block * BLOCK_M, offset, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M
-        )
-        plain, joined = True, True
-    else:
-        found = ranges + b * ranges_strides[0] + h * ranges_strides[1] + m_block * ranges_strides[2]
-        lo, full_lo, full_hi, hi = gl.load(found), gl.load(found + 1), gl.load(found + 2), gl.load(found + 3)
-        plain, joined = gl.load(found + 4) != 0, gl.load(found + 5) != 0
-    return lo, full_lo, full_hi, hi, plain, joined
+_WAIT = gl.constexpr(("bar.sync 12, 256; mov.b32 $0, $1;", "bar.sync 13, 256; mov.b32 $0, $1;"))
+_PASS = gl.constexpr(("bar.arrive 13, 256; mov.b32 $0, $1;", "bar.arrive 12, 256; mov.b32 $0, $1;"))
+"""By consumer: wait for one's turn at a named barrier of the hardware, and give the other its turn."""
 
 
 @gluon.jit
@@ -103,7 +67,7 @@ def _producer(q, k, v, buffers, barriers, tiles, num_tiles, work, GROUP_SIZE: gl
     """Load every tile's Q once, and its K and V blocks into the ring."""
     q_s, k_s, v_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right, _, _ = work
+    _num_heads, q_offset, offset_stride, _, _, _, _, _, _ = work
     STAGES: gl.constexpr = k_s.shape[0]
     BLOCK_N: gl.constexpr = k_s.shape[3]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -113,8 +77,8 @@ def _producer(q, k, v, buffers, barriers, tiles, num_tiles, work, GROUP_SIZE: gl
         m_block, b, h = _tile(tile)
         tile = gl.load(tiles + i + 1)  # long before it is needed
         offset = _offset(q_offset, offset_stride, b)
-        lo, full_lo, full_hi, hi, plain, joined = _range(m_block, b, h, offset, work, BLOCK_M)
-        last, num, right, left = key_blocks(lo, full_lo, full_hi, hi, BLOCK_N)
+        lo, full_lo, full_hi, hi, _plain, _joined = tile_range(m_block, b, h, offset, work, BLOCK_M)
+        last, num, _right, _left = key_blocks(lo, full_lo, full_hi, hi, BLOCK_N)
         mbarrier.wait(q_empty, (i & 1) ^ 1)
         mbarrier.expect(q_full, BLOCK_M * q_s.shape[4] * 2)
         for consumer in gl.static_range(CONSUMERS):
@@ -132,122 +96,6 @@ def _producer(q, k, v, buffers, barriers, tiles, num_tiles, work, GROUP_SIZE: gl
             count += 1
 
 
-_RECIPROCAL = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
-
-
-@gluon.jit
-def _scores(s, position, keys, sm_scale, softcap, slope):
-    """Scores that times :func:`_scale` are powers of two; of a softcap, ``(1 + tanh) / 2``: shifted by the softcap.
-
-    That is a sigmoid, within 1e-7, which times a softcap is far below what 16 bit rounds off.
-    """
-    if softcap is not None:
-        e = gl.exp2(s * (-2.0 * LOG2E * sm_scale / softcap)) + 1.0
-        s = gl.inline_asm_elementwise(_RECIPROCAL, "=f,f", [e], dtype=gl.float32, is_pure=True, pack=1)
-    if slope is not None:  # in floats: a conversion per score would cost as much as its exponential
-        s -= slope * gl.abs(position.to(gl.float32)[:, None] - keys.to(gl.float32)[None, :])
-    return s
-
-
-@gluon.jit
-def _scale(sm_scale, softcap):
-    """From what :func:`_scores` returns to powers of two; positive."""
-    if softcap is None:
-        return sm_scale * LOG2E
-    else:
-        return 2.0 * LOG2E * softcap
-
-
-@gluon.jit
-def _seen_by_some(keys_from, m, offset, b, h, work, row_terms, SLICE: gl.constexpr, OUT: gl.constexpr):
-    """Which of a few keys some row of the tile sees, where the rows' stretches leave gaps."""
-    ROWS_AND_KEYS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    rows = m + gl.arange(0, CONSUMERS * ROWS, gl.SliceLayout(0, ROWS_AND_KEYS))
-    start, stop = _bounds(rows, rows + offset, b, h, work, row_terms)
-    keys = keys_from + gl.arange(0, SLICE, gl.SliceLayout(1, ROWS_AND_KEYS))
-    seen = (keys[:, None] >= start[None, :]) & (keys[:, None] < stop[None, :])
-    return gl.convert_layout(gl.max(seen.to(gl.int32), 1), gl.SliceLayout(1, OUT)) != 0
-
-
-@gluon.jit
-def _clean(v_s, stage, first, lo, hi, plain, joined, m, offset, b, h, work, row_terms):
-    """Zero the rows of a block of V that no row of the tile sees: they may hold NaN, and 0 * NaN is NaN.
-
-    Each consumer does so before it reads them; the other's zeros are the same. A few rows at a time, for registers.
-    """
-    key_bounds, _, key_padding, padding_strides = row_terms
-    ROWS_V: gl.constexpr = v_s.shape[3]
-    WIDTH: gl.constexpr = v_s.shape[4]
-    SLICE: gl.constexpr = 16
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    dirty = (first < lo) | (first + ROWS_V > hi)
-    if key_padding is not None:
-        dirty = dirty | (not plain)
-    if key_bounds is not None:
-        dirty = dirty | (not joined)
-    if dirty:
-        tile = v_s.index(stage).reshape((ROWS_V, WIDTH))
-        for row in gl.static_range(0, ROWS_V, SLICE):
-            keys = first + row + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
-            live = (keys >= lo) & (keys < hi)
-            if key_padding is not None:
-                pointers = key_padding + b.to(gl.int64) * padding_strides[0] + keys.to(gl.int64) * padding_strides[1]
-                live = live & (gl.load(pointers, mask=live, other=0) != 0)
-            if key_bounds is not None:
-                if not joined:
-                    live = live & _seen_by_some(first + row, m, offset, b, h, work, row_terms, SLICE, LAYOUT)
-            part = tile.slice(row, SLICE, dim=0)
-            part.store(gl.where(live[:, None], part.load(LAYOUT), 0.0))
-        fence_async_shared()
-
-
-@gluon.jit
-def _bounds(rows, position, b, h, work, row_terms):
-    """First key and stop of what each row sees."""
-    _, _, _, seqlen_q, seqlen_k, window_left, window_right, _, _ = work
-    key_bounds, bounds_strides, _, _ = row_terms
-    start, stop = gl.zeros_like(rows), gl.zeros_like(rows) + seqlen_k
-    if key_bounds is not None:
-        real = gl.minimum(rows, seqlen_q - 1).to(gl.int64)
-        pointers = key_bounds + b.to(gl.int64) * bounds_strides[0] + h * bounds_strides[1] + real * bounds_strides[2]
-        start, stop = gl.maximum(-gl.load(pointers), 0), gl.minimum(gl.load(pointers + bounds_strides[3]), seqlen_k)
-    if window_left is not None:
-        start = gl.maximum(start, position - window_left)
-    if window_right is not None:
-        stop = gl.minimum(stop, position + window_right + 1)
-    return start, stop
-
-
-@gluon.jit
-def _hidden(s, keys, start, stop, plain, b, seqlen_k, row_terms, HAS_START: gl.constexpr):
-    """Scores, -inf where a row does not see a key."""
-    _, _, key_padding, padding_strides = row_terms
-    visible = keys[None, :] < stop[:, None]
-    if HAS_START:
-        visible = visible & (keys[None, :] >= start[:, None])
-    s = gl.where(visible, s, float("-inf"))
-    if key_padding is not None:
-        if not plain:
-            pointers = key_padding + b.to(gl.int64) * padding_strides[0] + keys.to(gl.int64) * padding_strides[1]
-            real = gl.load(pointers, mask=keys < seqlen_k, other=0) != 0
-            s = gl.where(real[None, :], s, float("-inf"))
-    return s
-
-
-@gluon.jit
-def _softmax(s, m_i, scale):
-    """New maximum in powers of two, the factor for what was summed under the old one, and probabilities."""
-    m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
-    return m_new, gl.exp2(m_i - m_new), gl.exp2(s * scale - m_new[:, None])
-
-
-@gluon.jit
-def _thread_sum(p):
-    """Sums ``[64, 4]`` of the columns that a thread has of its rows."""
-    parts = gl.reshape(p, [p.shape[0], p.shape[1] // 8, 4, 2])
-    return gl.sum(gl.sum(parts, 3), 1)
-
-
 @gluon.jit
 def _times_keys(q_tile, k_s, stage, zeros):
     """Start ``q k^T`` of a block of the ring."""
@@ -260,6 +108,24 @@ def _times_keys(q_tile, k_s, stage, zeros):
 def _plus_values(acc, p_tile, v_s, stage):
     """Start ``acc + p v`` of a block of the ring."""
     return warpgroup_mma(p_tile, v_s.index(stage).reshape((v_s.shape[3], v_s.shape[4])), acc, is_async=True)
+
+
+@gluon.jit
+def _stop(m, offset, window_right, hi):
+    """Keys that the rows of one consumer stop before."""
+    if window_right is None:
+        return hi
+    else:
+        return min(hi, m + ROWS + offset + window_right)
+
+
+@gluon.jit
+def _turn(token, ASM: gl.constexpr):
+    """Wait for the turn at the tensor cores, or pass it on: one consumer exponentiates while the other multiplies.
+
+    ``token`` keeps the order among the products around it.
+    """
+    return gl.inline_asm_elementwise(ASM, "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -297,91 +163,95 @@ def _consumer(
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     dtype: gl.constexpr = q_s.dtype
     HAS_START: gl.constexpr = window_left is not None or key_bounds is not None
-    scale = _scale(sm_scale, softcap)
+    WAIT: gl.constexpr = _WAIT[WHICH]
+    PASS: gl.constexpr = _PASS[WHICH]
+    # masked and full blocks in loops of their own; in one where cleaning V leaves no registers for that
+    RUNS: gl.constexpr = 1 if MAY_HOLD_ANYTHING else (3 if HAS_START else 2)
 
+    scale = score_scale(sm_scale, softcap)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    token = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
+    if WHICH == 1:
+        token = _turn(token, PASS)
     count = 0
-    tile = gl.load(tiles)
+    next_tile = gl.load(tiles)
     for i in range(num_tiles):
-        m_block, b, h = _tile(tile)
-        tile = gl.load(tiles + i + 1)  # long before it is needed
-        tile_row = m_block * BLOCK_M
-        m = tile_row + WHICH * ROWS
+        m_block, b, h = _tile(next_tile)
+        next_tile = gl.load(tiles + i + 1)  # long before it is needed
+        m = m_block * BLOCK_M + WHICH * ROWS
         offset = _offset(q_offset, offset_stride, b)
-        lo, full_lo, full_hi, hi, plain, joined = _range(m_block, b, h, offset, work, BLOCK_M)
+        lo, full_lo, full_hi, hi, plain, joined = tile_range(m_block, b, h, offset, work, BLOCK_M)
         last, num, right, left = key_blocks(lo, full_lo, full_hi, hi, BLOCK_N)
         if key_padding is not None:  # holes between bounds: every block is read element by element
             right, left = gl.where(plain, right, num), gl.where(plain, left, 0)
+        tile = (m_block * BLOCK_M, offset, b, h, lo, hi, plain, joined)
         rows = m + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
         position = rows + offset
-        start, stop = _bounds(rows, position, b, h, work, row_terms)
+        start, stop = row_bounds(rows, position, b, h, work, row_terms)
         slope = None
         if alibi_slopes is not None:
-            slope = gl.load(alibi_slopes + b * slopes_strides[0] + h * slopes_strides[1]).to(gl.float32) * (LOG2E / scale)
+            slope = gl.load(alibi_slopes + b * slopes_strides[0] + h * slopes_strides[1]).to(gl.float32)
+            slope *= LOG2E / scale
 
-        # block 0: scores alone
         q_tile = q_s.index(WHICH).reshape((ROWS, BLOCK_D))
         stage = count % STAGES
         mbarrier.wait(q_full, i & 1)
         mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-        product = _times_keys(q_tile, k_s, stage, zeros)
-        s = warpgroup_mma_wait(0, deps=[product])
-        mbarrier.arrive(k_empty.index(stage), count=1)
-        keys = last * BLOCK_N + columns
-        s = _scores(s, position, keys, sm_scale, softcap, slope)
-        s = _hidden(s, keys, start, stop, plain, b, seqlen_k, row_terms, HAS_START)
-        m_i, alpha, p = _softmax(s, gl.full_like(rows.to(gl.float32), LOWEST), scale)
-        l_i = _thread_sum(p)
+        k_tile, k_free, first = k_s.index(stage), k_empty.index(stage), last * BLOCK_N
+        sight = (position, start, stop, plain, b, seqlen_k, row_terms)
+        if _stop(m, offset, window_right, hi) <= first + BLOCK_N // 2:
+            m_i, p = first_block(
+                q_tile, k_tile, k_free, first, sight, sm_scale, softcap, slope, BLOCK_N // 2, S_LAYOUT, HAS_START
+            )
+        else:
+            m_i, p = first_block(
+                q_tile, k_tile, k_free, first, sight, sm_scale, softcap, slope, BLOCK_N, S_LAYOUT, HAS_START
+            )
+        l_i = thread_sums(p)
         p_tile = gl.convert_layout(p.to(dtype), P_LAYOUT)
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, O_LAYOUT)
         count += 1
 
-        for j in range(1, num):
-            stage = count % STAGES
-            before = (count - 1) % STAGES
-            mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
-            product = _times_keys(q_tile, k_s, stage, zeros)
-            mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
-            if MAY_HOLD_ANYTHING:
-                _clean(
-                    v_s,
-                    before,
-                    (last - j + 1) * BLOCK_N,
-                    lo,
-                    hi,
-                    plain,
-                    joined,
-                    tile_row,
-                    offset,
-                    b,
-                    h,
-                    work,
-                    row_terms,
-                )
-            weighted = _plus_values(acc, p_tile, v_s, before)
-            s = warpgroup_mma_wait(1, deps=[product])
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            keys = (last - j) * BLOCK_N + columns
-            s = _scores(s, position, keys, sm_scale, softcap, slope)
-            if (j < right) | (j >= num - left):
-                s = _hidden(s, keys, start, stop, plain, b, seqlen_k, row_terms, HAS_START)
-            m_i, alpha, p = _softmax(s, m_i, scale)
-            l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None] + _thread_sum(p)
-            acc = warpgroup_mma_wait(0, deps=[weighted])
-            mbarrier.arrive(v_empty.index(before), count=1)
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
-            p_tile = gl.convert_layout(p.to(dtype), P_LAYOUT)
-            count += 1
+        starts = (1, right, num - left)
+        stops = (num if MAY_HOLD_ANYTHING else right, num - left, num)
+        for run in gl.static_range(RUNS):
+            if RUNS > 1:
+                p_tile = packed(p_tile)
+            for j in range(starts[run], stops[run]):
+                stage = count % STAGES
+                before = (count - 1) % STAGES
+                mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
+                token = _turn(token, WAIT)
+                product = _times_keys(q_tile, k_s, stage, zeros)
+                mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
+                if MAY_HOLD_ANYTHING:
+                    clean_values(v_s, before, (last - j + 1) * BLOCK_N, tile, work, row_terms, BLOCK_M)
+                weighted = _plus_values(acc, p_tile, v_s, before)
+                token = _turn(token, PASS)
+                s = warpgroup_mma_wait(1, deps=[product])
+                mbarrier.arrive(k_empty.index(stage), count=1)
+                keys = (last - j) * BLOCK_N + columns
+                s = scores(s, position, keys, sm_scale, softcap, slope)
+                if MAY_HOLD_ANYTHING:
+                    if (j < right) | (j >= num - left):
+                        s = hide(s, keys, start, stop, plain, b, seqlen_k, row_terms, HAS_START)
+                elif run != 1:
+                    s = hide(s, keys, start, stop, plain, b, seqlen_k, row_terms, HAS_START)
+                m_i, alpha, p = softmax_step(s, m_i, scale)
+                l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None] + thread_sums(p)
+                acc = warpgroup_mma_wait(0, deps=[weighted])
+                mbarrier.arrive(v_empty.index(before), count=1)
+                acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+                p_tile = gl.convert_layout(p.to(dtype), P_LAYOUT)
+                count += 1
 
         if not SHARES_Q:
             mbarrier.arrive(q_empty, count=1)
         stage = (count - 1) % STAGES
         mbarrier.wait(v_full.index(stage), ((count - 1) // STAGES) & 1)
         if MAY_HOLD_ANYTHING:
-            _clean(
-                v_s, stage, (last - num + 1) * BLOCK_N, lo, hi, plain, joined, tile_row, offset, b, h, work, row_terms
-            )
+            clean_values(v_s, stage, (last - num + 1) * BLOCK_N, tile, work, row_terms, BLOCK_M)
         weighted = _plus_values(acc, p_tile, v_s, stage)
         acc = warpgroup_mma_wait(0, deps=[weighted])
         mbarrier.arrive(v_empty.index(stage), count=1)
@@ -489,8 +359,40 @@ def _prefill_hopper_kernel(
     terms = (sm_scale, softcap, alibi_slopes, slopes_strides, sinks, sinks_strides)
     gl.warp_specialize(
         [
-            (_consumer, (0, o, lse, buffers, barriers, own, mine, work, terms, row_terms, SHARES_Q, MAY_HOLD_ANYTHING)),
-            (_consumer, (1, o, lse, buffers, barriers, own, mine, work, terms, row_terms, SHARES_Q, MAY_HOLD_ANYTHING)),
+            (
+                _consumer,
+                (
+                    0,
+                    o,
+                    lse,
+                    buffers,
+                    barriers,
+                    own,
+                    mine,
+                    work,
+                    terms,
+                    row_terms,
+                    SHARES_Q,
+                    MAY_HOLD_ANYTHING,
+                ),
+            ),
+            (
+                _consumer,
+                (
+                    1,
+                    o,
+                    lse,
+                    buffers,
+                    barriers,
+                    own,
+                    mine,
+                    work,
+                    terms,
+                    row_terms,
+                    SHARES_Q,
+                    MAY_HOLD_ANYTHING,
+                ),
+            ),
             (_producer, (q, k, v, (q_s, k_s, v_s), barriers, own, mine, work, GROUP_SIZE)),
         ],
         [4, 1],
