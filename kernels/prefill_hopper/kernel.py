@@ -38,6 +38,7 @@ from attnpatch.kernels.prefill_hopper.softmax import (
     scores,
     softmax_step,
     thread_sums,
+    times_keys,
 )
 
 CONSUMERS = gl.constexpr(2)
@@ -94,14 +95,6 @@ def _producer(q, k, v, buffers, barriers, tiles, num_tiles, work, GROUP_SIZE: gl
             mbarrier.expect(v_full.index(stage), BLOCK_N * v_s.shape[4] * 2)
             load_tile(v, [b, h // GROUP_SIZE, n, 0], v_full.index(stage), v_s.index(stage))
             count += 1
-
-
-@gluon.jit
-def _times_keys(q_tile, k_s, stage, zeros):
-    """Start ``q k^T`` of a block of the ring."""
-    ROWS_K: gl.constexpr = k_s.shape[3]
-    k_tile = k_s.index(stage).reshape((ROWS_K, k_s.shape[4])).permute((1, 0))
-    return warpgroup_mma(q_tile, k_tile, zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -165,8 +158,8 @@ def _consumer(
     HAS_START: gl.constexpr = window_left is not None or key_bounds is not None
     WAIT: gl.constexpr = _WAIT[WHICH]
     PASS: gl.constexpr = _PASS[WHICH]
-    # masked and full blocks in loops of their own; in one where cleaning V leaves no registers for that
-    RUNS: gl.constexpr = 1 if MAY_HOLD_ANYTHING else (3 if HAS_START else 2)
+    # masked and full blocks in loops of their own; in one where any may be masked, for registers
+    RUNS: gl.constexpr = 1 if key_bounds is not None else (3 if HAS_START else 2)
 
     scale = score_scale(sm_scale, softcap)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
@@ -214,18 +207,22 @@ def _consumer(
         count += 1
 
         starts = (1, right, num - left)
-        stops = (num if MAY_HOLD_ANYTHING else right, num - left, num)
+        stops = (num if RUNS == 1 else right, num - left, num)
         for run in gl.static_range(RUNS):
             if RUNS > 1:
                 p_tile = packed(p_tile)
+            if MAY_HOLD_ANYTHING and run == 1:  # the masked block that the first full one multiplies by
+                before = (count - 1) % STAGES
+                mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
+                clean_values(v_s, before, (last - right + 1) * BLOCK_N, tile, work, row_terms, BLOCK_M)
             for j in range(starts[run], stops[run]):
                 stage = count % STAGES
                 before = (count - 1) % STAGES
                 mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
                 token = _turn(token, WAIT)
-                product = _times_keys(q_tile, k_s, stage, zeros)
+                product = times_keys(q_tile, k_s, stage, zeros)
                 mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
-                if MAY_HOLD_ANYTHING:
+                if MAY_HOLD_ANYTHING and run != 1:
                     clean_values(v_s, before, (last - j + 1) * BLOCK_N, tile, work, row_terms, BLOCK_M)
                 weighted = _plus_values(acc, p_tile, v_s, before)
                 token = _turn(token, PASS)
@@ -233,7 +230,7 @@ def _consumer(
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 keys = (last - j) * BLOCK_N + columns
                 s = scores(s, position, keys, sm_scale, softcap, slope)
-                if MAY_HOLD_ANYTHING:
+                if RUNS == 1:
                     if (j < right) | (j >= num - left):
                         s = hide(s, keys, start, stop, plain, b, seqlen_k, row_terms, HAS_START)
                 elif run != 1:

@@ -20,6 +20,14 @@ _MOVE = gl.constexpr("mov.b32 $0, $1;")
 
 
 @gluon.jit
+def times_keys(q_tile, k_s, stage, zeros):
+    """Start ``q k^T`` of a block of the ring."""
+    ROWS_K: gl.constexpr = k_s.shape[3]
+    k_tile = k_s.index(stage).reshape((ROWS_K, k_s.shape[4])).permute((1, 0))
+    return warpgroup_mma(q_tile, k_tile, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def score_scale(sm_scale, softcap):
     """From what :func:`scores` returns to powers of two; positive."""
     if softcap is None:
