@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,31 +15,55 @@ from attnpatch.kernels.dense import storage_refusal
 
 NAME = "triton.prefill_hopper"
 
+MAX_BATCH, MAX_HEADS = 1 << 15, 1 << 16
+"""Of an entry of the table of tiles, which has 16 bits for each."""
+
+GLUON = ("3.6", "3.7", "3.8", "3.9")
+"""Versions of Triton for whose Gluon the kernel is written: Gluon is experimental, and changes."""
+
 
 def _refuses(call: AttentionCall) -> str | None:
-    return support.refusal(call, NAME) or storage_refusal(call, NAME) or _chip(call) or _terms(call) or _places(call)
+    return support.refusal(call, NAME) or _chip(call) or storage_refusal(call, NAME) or _terms(call) or _places(call)
 
 
 def _chip(call: AttentionCall) -> str | None:
     major, minor = support.capability(call.q.device)
     if major != 9:
         return f"compute capability {major}.{minor} is not 9.0, whose warpgroup products it is written for"
-    if call.q.dtype == torch.float32:
-        return "float32 is multiplied exactly by triton.prefill"
-    if importlib.util.find_spec("triton.experimental.gluon") is None:
-        return "this Triton has no Gluon (pip install 'triton>=3.6')"
+    if _triton() not in GLUON:
+        return f"it is written in Gluon of Triton {GLUON[0]} to {GLUON[-1]}, not {_triton()}"
     return None
 
 
+@cache
+def _triton() -> str:
+    """The first two numbers of its version; it is not imported."""
+    try:
+        return ".".join(importlib.metadata.version("triton").split(".")[:2])
+    except importlib.metadata.PackageNotFoundError:  # of a nightly build, which has another name
+        return "an unknown version"
+
+
 def _terms(call: AttentionCall) -> str | None:
-    return None if call.attn_mask is None else "a mask is read by triton.prefill"
+    if call.q.dtype == torch.float32:
+        return "float32 is multiplied exactly by triton.prefill alone"
+    if call.attn_mask is not None:
+        return f"an attn_mask, here {call.attn_mask.dtype}, is streamed by triton.prefill alone"
+    if call.batch >= MAX_BATCH or call.num_heads >= MAX_HEADS:
+        return f"{call.batch} sequences of {call.num_heads} heads are not below {MAX_BATCH} of {MAX_HEADS}"
+    return None
 
 
 def _places(call: AttentionCall) -> str | None:
+    """TMA wants rows of neighbours, all other strides in multiples of 16 bytes, and nothing expanded."""
     for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
-        outer = [s for n, s in zip(x.shape[:3], x.stride(), strict=False) if n > 1]
-        if x.numel() == 0 or x.stride(3) != 1 or any(s <= 0 or s * x.element_size() % 16 for s in outer):
-            return f"{name} of strides {x.stride()} is nothing that TMA reads"
+        if x.numel() == 0:
+            return f"{name} {tuple(x.shape)} is empty"
+        outer = [stride for n, stride in zip(x.shape[:3], x.stride(), strict=False) if n > 1]
+        if x.stride(3) != 1 or any(stride <= 0 or stride * x.element_size() % 16 for stride in outer):
+            return f"{name} has strides {x.stride()}; TMA reads rows of neighbours, multiples of 16 bytes apart"
+    if call.head_dim_v * call.q.element_size() % 16:
+        return f"head_dim_v {call.head_dim_v} is no multiple of 8, so that TMA cannot write each head's rows"
     return None
 
 

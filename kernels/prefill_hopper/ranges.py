@@ -1,21 +1,18 @@
-"""What the rows of each tile see, from bounds per row: worked out once, for producer and consumers of all heads."""
+"""What the rows of each tile see, from bounds per row: worked out once, for producer and consumers of all heads.
 
-from __future__ import annotations
+Device code.
+"""
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from attnpatch.attention_call import AttentionCall
 from attnpatch.kernels.common.primitives import load_bounds, load_offset
-from attnpatch.kernels.common.support import offset_stride
 
 FIELDS = 6
 """Of a tile: lo, full_lo, full_hi, hi as in kernel.py, whether all its rows are plain, whether they leave no gap."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_offset", "num_heads", "seqlen_q", "seqlen_k", "window_left", "window_right"])
 def _ranges_kernel(
     key_bounds,  # int32 [batch, heads, seqlen_q, 3]
     bounds_strides,
@@ -52,28 +49,3 @@ def _ranges_kernel(
     tl.store(found + 3, tl.max(stop))
     tl.store(found + 4, (tl.min(plain) != 0).to(tl.int32))
     tl.store(found + 5, joined.to(tl.int32))
-
-
-def tile_ranges(call: AttentionCall, block_m: int) -> Tensor:
-    """int32 ``[batch or 1, num_heads or 1, blocks, FIELDS]`` of a call with bounds."""
-    assert call.key_bounds is not None
-    bounds = call.key_bounds
-    heads = call.num_heads if bounds.stride(1) else 1
-    blocks = -(-call.seqlen_q // block_m)
-    ranges = torch.empty(call.batch, heads, blocks, FIELDS, dtype=torch.int32, device=call.q.device)
-    _ranges_kernel[(call.batch * heads * blocks,)](
-        bounds,
-        bounds.stride(),
-        call.q_offset,
-        offset_stride(call),
-        ranges,
-        heads,
-        call.seqlen_q,
-        call.seqlen_k,
-        call.window_left,
-        call.window_right,
-        FIELDS=FIELDS,
-        BLOCK_M=block_m,
-        num_warps=4,
-    )
-    return ranges

@@ -24,7 +24,6 @@ from attnpatch.kernels.decode import launch as decode_launch
 from attnpatch.kernels.prefill import configs as prefill_configs
 from attnpatch.kernels.prefill import launch as prefill_launch
 from attnpatch.kernels.prefill_hopper import launch as hopper_launch
-from attnpatch.kernels.prefill_hopper import ranges as hopper_ranges
 from attnpatch.testing.inputs import key_bounds
 
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -127,23 +126,32 @@ def compile_prefill(width, dtype, descriptors, terms):
     return facts(kernel.compiled, 3)
 
 
-HOPPER_TERMS = {
-    **{name: TERMS[name] for name in ("full", "causal", "window", "terms")},
-    "room": {**CAUSAL, "q_offset": torch.zeros(1, dtype=torch.int64)},
-    "softcap": {**CAUSAL, "softcap": 30.0},
-    "bounds": BOUNDS,
-    "bounds and padding": {**BOUNDS, **CAUSAL, "key_padding": torch.ones(1, 256, dtype=torch.bool)},
+WINDOW = TERMS["window"]
+PADDING_AND_OFFSET = {
+    "key_padding": torch.ones(1, 256, dtype=torch.bool),
+    "q_offset": torch.zeros(1, dtype=torch.int64),
 }
+HOPPER_TERMS = {
+    **{f"{width} causal": CAUSAL for width in (64, 128, 256)},
+    "64 slopes and lse": {**CAUSAL, "alibi_slopes": torch.zeros(8), "lse": torch.zeros(1, 8, 256)},
+    "128 window, sinks and lse": {**WINDOW, "sinks": torch.zeros(8), "lse": torch.zeros(1, 8, 256)},
+    "256 window and softcap": {**WINDOW, "softcap": 30.0},
+    **{f"{width} bounds, padding and offset": {**BOUNDS, **CAUSAL, **PADDING_AND_OFFSET} for width in (64, 128, 256)},
+}
+"""Every term at a width of models that have it."""
 
 
-def compile_prefill_hopper(width, terms):
+def compile_prefill_hopper(width, terms, width_v=None):
+    call = make_call(width, 256, torch.bfloat16, terms)
+    call = call._replace(v=call.v[..., :width_v])
     kernel = CompileOnly(hopper_launch._prefill_hopper_kernel)
     with (
         mock.patch.object(hopper_launch, "_prefill_hopper_kernel", kernel),
-        mock.patch.object(hopper_ranges, "_ranges_kernel", CompileOnly(hopper_ranges._ranges_kernel)),
+        mock.patch.object(hopper_launch, "_ranges_kernel", CompileOnly(hopper_launch._ranges_kernel)),
+        mock.patch.object(support, "_plans", {}),
         mock.patch("torch.cuda.get_device_properties", return_value=mock.Mock(multi_processor_count=132)),
     ):
-        hopper_launch.prefill_hopper(make_call(width, 256, torch.bfloat16, HOPPER_TERMS[terms]))
+        hopper_launch.prefill_hopper(call)
     return facts(kernel.compiled, 1)
 
 
@@ -261,8 +269,9 @@ def main():
     for width in (64, 128, 256):
         for terms in ("bounds", "bounds and band", "bounds and mask"):
             rows[f"prefill descriptor {width} {terms}"] = compile_prefill(width, torch.bfloat16, True, terms)
-        for terms in HOPPER_TERMS:
-            rows[f"prefill hopper descriptor {width} {terms}"] = compile_prefill_hopper(width, terms)
+    for name, terms in HOPPER_TERMS.items():
+        rows[f"hopper descriptor {name}"] = compile_prefill_hopper(int(name.split()[0]), terms)
+    rows["hopper descriptor 192 by 128 causal"] = compile_prefill_hopper(192, CAUSAL, 128)
     print(json.dumps(rows))
 
 

@@ -6,15 +6,19 @@ The kernel itself needs the chip: tests/gpu/test_prefill_hopper_gpu.py; its comp
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import attnpatch
+from attnpatch import dispatch
 from attnpatch.kernels.common import support
 from attnpatch.kernels.prefill_hopper import backend
-from attnpatch.kernels.prefill_hopper.kernel import key_blocks, seen_keys
-from attnpatch.kernels.prefill_hopper.ranges import tile_ranges
+from attnpatch.kernels.prefill_hopper.launch import ranges_launch, ranges_shape
+from attnpatch.kernels.prefill_hopper.masks import key_blocks, seen_keys
 from attnpatch.kernels.prefill_hopper.schedule import assign
-from attnpatch.testing.inputs import random_call
+from attnpatch.testing.inputs import key_bounds, packed, paged, quantised, random_call
 
 WINDOW = st.none() | st.integers(0, 70)
 
@@ -79,20 +83,6 @@ def test_programs_have_as_much_to_do():
     assert max(loads) * 132 / sum(loads) < 1.01
 
 
-REFUSED = {
-    "float32": ({"dtype": torch.float32}, "float32 is multiplied exactly by triton.prefill"),
-    "mask": ({"attn_mask": torch.ones(1, 1, 9, 9, dtype=torch.bool)}, "a mask is read by triton.prefill"),
-    "rows of 18 bytes": ({"head_dim": 9}, "is nothing that TMA reads"),
-}
-
-
-@pytest.mark.parametrize(("case", "reason"), REFUSED.values(), ids=REFUSED)
-def test_what_it_refuses(monkeypatch, case, reason):
-    monkeypatch.setattr(support, "capability", lambda device: (9, 0))
-    call = random_call(**{"batch": 1, "num_heads": 2, "seqlen_q": 9, "dtype": torch.float16, **case})
-    assert reason in backend._refuses(call)
-
-
 @given(
     seqlen_q=st.integers(1, 40),
     seqlen_k=st.integers(1, 50),
@@ -109,7 +99,8 @@ def test_ranges_against_every_row(seqlen_q, seqlen_k, offset, window, seed):
     bounds = torch.stack([-first, stop, plain], -1).int().expand(1, 2, seqlen_q, 3)
     sizes = {"num_heads": 2, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": 16}
     call = random_call(**sizes, key_bounds=bounds, q_offset=offset, window_left=window[0], window_right=window[1])
-    found = tile_ranges(call, 16)
+    found = torch.full(ranges_shape(call, 16), -7, dtype=torch.int32)
+    ranges_launch(call, tuple(found.shape), 16)(call, found)
     assert found.shape[:2] == (1, 1), "bounds that all heads share are read once"
     position = torch.arange(seqlen_q) + offset
     low, high = first[0, 0], stop[0, 0]
@@ -127,10 +118,134 @@ def test_ranges_against_every_row(seqlen_q, seqlen_k, offset, window, seed):
             assert seen[low[tile].min() : high[tile].max()].all(), "no gap"
 
 
-def test_what_it_takes(monkeypatch):
+@pytest.fixture
+def hopper(monkeypatch):
     monkeypatch.setattr(support, "capability", lambda device: (9, 0))
-    call = random_call(batch=1, num_heads=2, seqlen_q=9, head_dim=64, dtype=torch.bfloat16, window_right=0)
-    assert backend._refuses(call) is None
-    assert backend._refuses(call._replace(q_offset=5, k=call.k[:, :, :4], v=call.v[:, :, :4])) is None
+
+
+def half_call(**case):
+    return random_call(**{"batch": 2, "num_heads": 2, "seqlen_q": 9, "dtype": torch.float16, **case})
+
+
+CALL = half_call()
+REFUSED = {
+    "float32": (half_call(dtype=torch.float32), "float32 is multiplied exactly by triton.prefill alone"),
+    "mask": (
+        half_call(attn_mask=torch.ones(1, 1, 9, 9, dtype=torch.bool)),
+        "an attn_mask, here torch.bool, is streamed by triton.prefill alone",
+    ),
+    "pages": (
+        paged(CALL, 16),
+        "K and V lie in pages of 16, and triton.prefill_hopper follows no block_table",
+    ),
+    "packed": (
+        packed([half_call(batch=1)] * 2),
+        "2 sequences are packed, and triton.prefill_hopper reads no cu_seqlens_q",
+    ),
+    "8 bits": (
+        quantised(CALL, torch.int8),
+        "K is int8, and triton.prefill_hopper multiplies no scale in",
+    ),
+    "rows of 18 bytes": (
+        half_call(head_dim=9),
+        "q has strides (162, 9, 18, 1); TMA reads rows of neighbours, multiples of 16 bytes apart",
+    ),
+    "channels apart": (
+        CALL._replace(k=CALL.k.transpose(2, 3).contiguous().transpose(2, 3)),
+        "k has strides (1152, 576, 1, 9); TMA reads rows of neighbours, multiples of 16 bytes apart",
+    ),
+    "one for all heads": (
+        CALL._replace(v=CALL.v[:, :1].expand_as(CALL.v)),
+        "v has strides (1152, 0, 128, 1); TMA reads rows of neighbours, multiples of 16 bytes apart",
+    ),
+    "output of 120 bytes": (
+        half_call(head_dim_v=64)._replace(v=CALL.v[..., :60]),
+        "head_dim_v 60 is no multiple of 8, so that TMA cannot write each head's rows",
+    ),
+    "no keys": (half_call(seqlen_k=0), "k (2, 2, 0, 64) is empty"),
+    "head_dim 264": (
+        half_call(head_dim=264),
+        "head_dim 264 is above 256, the widest tile of triton.prefill_hopper",
+    ),
+    "sequences": (
+        half_call(batch=1, seqlen_q=1, head_dim=8)._replace(q=torch.empty(1 << 15, 2, 1, 8, dtype=torch.float16)),
+        "32768 sequences of 2 heads are not below 32768 of 65536",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_it_refuses(hopper, call, reason):
+    assert backend._refuses(call) == reason
+
+
+def test_chips_and_versions_of_triton(monkeypatch):
     monkeypatch.setattr(support, "capability", lambda device: (10, 0))
-    assert backend._refuses(call) == "compute capability 10.0 is not 9.0, whose warpgroup products it is written for"
+    assert backend._refuses(CALL) == "compute capability 10.0 is not 9.0, whose warpgroup products it is written for"
+    monkeypatch.setattr(support, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(backend, "_triton", lambda: "4.0")
+    assert backend._refuses(CALL) == "it is written in Gluon of Triton 3.6 to 3.9, not 4.0"
+
+
+def test_which_triton():
+    assert triton.__version__.startswith(backend._triton() + ".")
+
+
+TAKEN = {
+    "causal": half_call(window_right=0),
+    "more rows than keys": half_call(seqlen_k=4, q_offset=5),
+    "padding and bounds": half_call(
+        key_padding=torch.ones(2, 9, dtype=torch.bool), key_bounds=key_bounds(0, 9).expand(2, 2, 9, 3)
+    ),
+    "all terms": half_call(
+        window_left=3, softcap=5.0, sinks=torch.zeros(2), alibi_slopes=torch.ones(2), q_offset=torch.tensor([1, 2])
+    ),
+    "192 and 128": half_call(head_dim=192, head_dim_v=128),
+    "rows 72 apart": CALL._replace(k=F.pad(CALL.k, (0, 8))[..., :64], v=F.pad(CALL.v, (0, 8))[..., :64]),
+    "odd address": CALL._replace(k=F.pad(CALL.k, (1, 7))[..., 1:65]),
+    "one head, whose stride means nothing": half_call(num_heads=1, num_kv_heads=1)._replace(
+        v=torch.empty(2, 9, 64, dtype=torch.float16).as_strided((2, 1, 9, 64), (576, 7, 64, 1))
+    ),
+}
+
+
+@pytest.mark.parametrize("call", TAKEN.values(), ids=TAKEN)
+def test_what_it_takes(hopper, call):
+    assert backend._refuses(call) is None
+
+
+def test_dispatch_prefers_it_and_says_why_not(monkeypatch):
+    names = [name for name in dispatch.BACKEND_MODULES if name.startswith("triton.prefill")]
+    assert names == ["triton.prefill_hopper", "triton.prefill"]
+    monkeypatch.setattr(support, "capability", lambda device: (9, 0))
+    on_gpu = {name: dispatch.load_backend(name)._replace(devices=("cpu", "cuda")) for name in names}
+    monkeypatch.setattr(dispatch, "load_backend", on_gpu.__getitem__)
+    assert dispatch.choose(CALL, names)[1] == ("prefill", "triton.prefill_hopper", "first choice")
+    call, reason = REFUSED["mask"]
+    assert dispatch.choose(call, names)[1] == ("prefill", "triton.prefill", f"triton.prefill_hopper: {reason}")
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_padded_batch_of_a_model(implementation, hopper, monkeypatch, tiny_llama):
+    """It brings padding and bounds, and is not refused: the report names the backend, here run by another."""
+    transformers = pytest.importorskip("transformers")
+    taken = []
+
+    def run(call):
+        taken.append(call)
+        return dispatch.load_backend("cpu.tiled").run(call)
+
+    stand_in = dispatch.Backend(backend.NAME, ("cpu",), backend._refuses, run)
+    others = dispatch.load_backend
+    monkeypatch.setattr(dispatch, "load_backend", lambda name: stand_in if name == backend.NAME else others(name))
+    monkeypatch.setattr(support, "_plans", {})
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float16)
+    model.set_attn_implementation(implementation)
+    real = torch.ones(2, 12, dtype=torch.long)
+    real[1, :5] = 0
+    with torch.no_grad(), attnpatch.patched(model.eval(), backends=[backend.NAME], strict=True):
+        model(input_ids=torch.ones_like(real), attention_mask=real)
+        found = {(d.phase, d.backend, d.mask) for site in attnpatch.report(model).sites for d in site.dispatches}
+    assert found == {("prefill", "triton.prefill_hopper", "causal, padding")}
+    assert all(call.key_padding is not None and call.key_bounds is not None for call in taken)
+    assert taken
