@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attnpatch.dispatch import load_backend
+from attnpatch.kernels.common.support import capability
 from attnpatch.kernels.decode.launch import decode
 from attnpatch.testing.inputs import check_backend, random_call
 from attnpatch.testing.samples import check_samples
@@ -18,6 +19,11 @@ ON_GPU = [
 ]
 
 CUDA = torch.device("cuda")
+
+
+def prefill_backend():
+    """The one that prefills in 16 bits get on this device, where K and V are plain tensors and there is no mask."""
+    return "triton.prefill_hopper" if capability(torch.device("cuda", 0)) == (9, 0) else "triton.prefill"
 
 
 def call_on_gpu(**case):

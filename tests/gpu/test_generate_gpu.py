@@ -9,6 +9,7 @@ import torch
 
 import attnpatch
 from attnpatch.testing.tolerance import Float64Mode, assert_same_function, run_float64
+from tests.gpu.calls import prefill_backend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,6 +78,9 @@ def test_bfloat16_logits_within_the_tolerance() -> None:
         y64 = run_float64(model, **inputs).logits
         with attnpatch.patched(model, strict=True):
             y = model(**inputs).logits
+            sites = attnpatch.report(model).sites
+    assert {(d.phase, d.backend) for site in sites for d in site.dispatches} == {("prefill", prefill_backend())}
+    assert {d.mask for site in sites for d in site.dispatches} == {"causal, padding"}
     rows = inputs["attention_mask"].bool()
     assert_same_function(y, original, y64, rows)
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from attnpatch.kernels.common import launcher, support
+from attnpatch.kernels.common import support
 from attnpatch.kernels.decode.launch import decode
 from tests.gpu.calls import ON_GPU, call_on_gpu
 
@@ -18,21 +18,6 @@ TERMS = {
     "numbers": {"window_right": 0, "window_left": 1, "q_offset": 280, "softcap": 30.0},
     "sinks": {"sinks": torch.linspace(-1, 1, 8)},
 }
-
-
-@pytest.fixture
-def answers(monkeypatch):
-    """Whether the driver took them, of the launches it was asked for; plans are made anew."""
-    given, prepared = [], launcher.driver_launch
-
-    def driver_launch(*args):
-        ready = prepared(*args)
-        assert ready is not None
-        return lambda *launch: given.append(ready(*launch)) or given[-1]
-
-    monkeypatch.setattr(launcher, "driver_launch", driver_launch)
-    monkeypatch.setattr(support, "_plans", {})
-    return given
 
 
 def call_of(name, seed=0):

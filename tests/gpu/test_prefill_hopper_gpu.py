@@ -85,6 +85,12 @@ def test_alibi_and_sinks():
     check(head_dim=128, seqlen_q=500, window_right=0, alibi_slopes=slopes, sinks=sinks)
 
 
+def test_sinks_of_rows_that_see_no_key():
+    """Zeros, and -inf as their lse, sinks or not."""
+    terms = {"seqlen_q": 300, "seqlen_k": 100, "q_offset": -150, "window_right": 0}
+    check(head_dim=128, sinks=torch.linspace(-1, 1, 8), lse=True, **terms)
+
+
 def test_many_tiles_and_repeats():
     call = call_on_gpu(batch=4, num_heads=32, num_kv_heads=8, head_dim=128, seqlen_q=2048, window_right=0)
     backend = load_backend(NAME)
