@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import attnpatch
+from attnpatch import dispatch
 from attnpatch.attention_call import AttentionCall
 from attnpatch.testing.tolerance import run_float64
 
@@ -55,14 +56,20 @@ def naive_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def block_of(q: Tensor) -> tuple[int, int]:
     """Rows and keys of the blocks that causal attention of q is computed in."""
     if q.device.type == "cuda":
-        from attnpatch.kernels.prefill.configs import choose_config
-        from attnpatch.kernels.prefill.launch import uses_descriptors
-
-        call = AttentionCall(q, q, q, q.shape[-1] ** -0.5, window_right=0)
-        config = choose_config(call, uses_descriptors(call))
-        return config.BLOCK_M, config.BLOCK_N
+        return block_on_gpu(AttentionCall(q, q, q, q.shape[-1] ** -0.5, window_right=0))
     rows = next(rows for least, rows in TORCH_ROWS.items() if q.shape[2] >= least)
     return rows, rows
+
+
+def block_on_gpu(call: AttentionCall) -> tuple[int, int]:
+    if dispatch.choose(call)[0].name == "triton.prefill_hopper":
+        from attnpatch.kernels.prefill_hopper import launch as hopper
+
+        return hopper.BLOCK_M, hopper.choose_config(call).BLOCK_N
+    from attnpatch.kernels.prefill import configs, launch
+
+    config = configs.choose_config(call, launch.uses_descriptors(call))
+    return config.BLOCK_M, config.BLOCK_N
 
 
 def count_blocks(seqlen: int, block_m: int, block_n: int) -> tuple[int, int]:

@@ -214,7 +214,9 @@ def _probe(name: str) -> Finding:
         device = next((device for device in backend.devices if _present(device)), None)
         if device is None:
             return Finding(name, f"needs {' or '.join(backend.devices)}", ABSENT, "not used on this machine")
-        calls = [random_call(seqlen_q=n, seqlen_k=32, window_right=0, q_offset=32 - n, device=device) for n in (32, 1)]
+        sizes = [{"seqlen_q": n, "seqlen_k": 32, "q_offset": 32 - n, "window_right": 0} for n in (32, 1)]
+        dtypes = (torch.float32, torch.float16)
+        calls = [random_call(**size, dtype=dtype, device=device) for dtype in dtypes for size in sizes]
         refusals = [backend.refuses(call) for call in calls]
         if None not in refusals:
             return Finding(name, str(refusals[0]), ABSENT, "not used on this machine")
