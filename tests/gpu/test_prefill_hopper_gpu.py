@@ -1,30 +1,16 @@
-"""triton.prefill_hopper on a CUDA device. A barrier that nobody arrives at hangs: a watchdog ends the process then."""
-
-import faulthandler
+"""triton.prefill_hopper on a CUDA device (run with TRITON_INTERPRET=0)."""
 
 import pytest
 import torch
 
 from attnpatch.dispatch import load_backend
-from attnpatch.kernels.common.support import capability
 from attnpatch.testing.inputs import check_backend, key_bounds
 from tests.gpu.calls import CUDA, ON_GPU, bool_mask, call_on_gpu
 from tests.gpu.test_kernels_gpu import PREFILL
 
 NAME = "triton.prefill_hopper"
-WATCHDOG_S = 90
 
-pytestmark = ON_GPU
-
-
-@pytest.fixture(autouse=True)
-def hopper():
-    if capability(torch.device("cuda", 0))[0] != 9:
-        pytest.skip("needs compute capability 9.0")
-    faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
-    yield
-    torch.cuda.synchronize()
-    faulthandler.cancel_dump_traceback_later()
+pytestmark = [*ON_GPU, pytest.mark.usefixtures("hopper")]
 
 
 def check(**case):

@@ -12,15 +12,9 @@ from attnpatch.kernels.common import support
 from attnpatch.kernels.prefill_hopper import tables
 from attnpatch.kernels.prefill_hopper.launch import prefill_hopper
 from attnpatch.testing.samples import check_samples
-from tests.gpu.calls import CUDA, ON_GPU, bool_mask, call_on_gpu, prefill_backend
+from tests.gpu.calls import CUDA, ON_GPU, bool_mask, call_on_gpu
 
-pytestmark = [
-    *ON_GPU,
-    pytest.mark.skipif(
-        torch.cuda.is_available() and prefill_backend() != "triton.prefill_hopper",
-        reason="needs compute capability 9.0",
-    ),
-]
+pytestmark = [*ON_GPU, pytest.mark.usefixtures("hopper")]
 
 TERMS = {
     "causal": {"window_right": 0},
