@@ -76,6 +76,15 @@ def test_doctor_names_what_it_found(wide: None, capsys: pytest.CaptureFixture[st
     assert "right against float64" in printed
 
 
+def test_doctor_probes_in_16_bits_what_takes_nothing_else(monkeypatch):
+    backend = dispatch.load_backend("cpu.tiled")
+    picky = backend._replace(refuses=lambda call: "float32" if call.q.dtype == torch.float32 else None)
+    monkeypatch.setattr(dispatch, "load_backend", lambda name: picky)
+    assert doctor._probe("picky") == doctor.Finding("picky", "runs on cpu, right against float64")
+    monkeypatch.setattr(dispatch, "load_backend", lambda name: backend._replace(refuses=lambda call: "never"))
+    assert doctor._probe("never").found == "never"
+
+
 def test_doctor_fails_on_an_old_torch(wide: None, monkeypatch, capsys):
     versions = {"torch": "2.10.1", "triton": "3.5.0"}
     real = doctor._version
