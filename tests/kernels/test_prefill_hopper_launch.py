@@ -138,6 +138,14 @@ def test_calls_of_a_kind_share_a_plan_and_lengths_a_table(kernel):
     assert [x is found[0] for x in found] == [True, True, True, True, False]
 
 
+def test_lengths_share_a_table_whose_heads_do_not_fit_the_cache_together(kernel):
+    """Of 1,793 keys 18 heads would fit, of 1,920 only 17; both are 15 blocks."""
+    for seqlen_k in (1793, 1920):
+        prefill_hopper(call_of(9, num_heads=64, num_kv_heads=32, seqlen_k=seqlen_k, window_right=None))
+    first, second = (arguments["tiles"] for _, arguments in kernel.launched)
+    assert first is second
+
+
 def test_another_window_or_head_has_a_table_of_its_own(kernel):
     for case in ({}, {"window_left": 99}, {"num_heads": 8}, {"batch": 2}, {"head_dim": 256}):
         prefill_hopper(call_of(600, **case))

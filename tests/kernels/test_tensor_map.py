@@ -174,6 +174,15 @@ def test_descriptors_that_nobody_described_are_left_to_triton(lib, compiled):
     assert cuda.driver_launch([kernel._replace(tiled={"x": kernel.tiled["x"]})], 2, lambda device: 7) is None
 
 
+def test_a_kernel_compiled_for_no_map_is_left_to_triton(lib, compiled):
+    """As for chips without TMA: it takes addresses, shapes and strides instead."""
+    kernel = loaded(compiled, matrix(), matrix())
+    for forms in (None, compiled.metadata.tensordesc_meta[:1]):
+        metadata = compiled.metadata._replace(tensordesc_meta=forms)
+        plain = SimpleNamespace(src=compiled.src, metadata=metadata, function=1)
+        assert cuda.driver_launch([kernel._replace(compiled=plain)], 2, lambda device: 7) is None
+
+
 class OneTensor(NamedTuple):
     x: torch.Tensor
 
