@@ -28,7 +28,9 @@ def _refuses(call: AttentionCall) -> str | None:
 
 def _chip(call: AttentionCall) -> str | None:
     major, minor = support.capability(call.q.device)
-    if major != 9:
+    if torch.version.hip is not None:  # whose chips have such numbers, too
+        return "its warpgroup products are those of NVIDIA's chips"
+    if (major, minor) != (9, 0):
         return f"compute capability {major}.{minor} is not 9.0, whose warpgroup products it is written for"
     if _triton() not in GLUON:
         return f"it is written in Gluon of Triton {GLUON[0]} to {GLUON[-1]}, not {_triton()}"

@@ -183,6 +183,9 @@ def test_chips_and_versions_of_triton(monkeypatch):
     monkeypatch.setattr(support, "capability", lambda device: (10, 0))
     assert backend._refuses(CALL) == "compute capability 10.0 is not 9.0, whose warpgroup products it is written for"
     monkeypatch.setattr(support, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert backend._refuses(CALL) == "its warpgroup products are those of NVIDIA's chips"
+    monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(backend, "_triton", lambda: "4.0")
     assert backend._refuses(CALL) == "it is written in Gluon of Triton 3.6 to 3.9, not 4.0"
 
