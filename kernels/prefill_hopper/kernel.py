@@ -258,9 +258,9 @@ def _consumer(
             m_i -= softcap * LOG2E
         if sinks is not None:
             sink = gl.load(sinks + b * sinks_strides[0] + h * sinks_strides[1]).to(gl.float32) * LOG2E
-            m_new = gl.maximum(m_i, sink)
+            m_new = gl.where(l_i > 0.0, gl.maximum(m_i, sink), m_i)  # a row without keys has no sink either
             alpha = gl.exp2(m_i - m_new)
-            l_i = l_i * alpha + gl.exp2(sink - m_new)
+            l_i = gl.where(l_i > 0.0, l_i * alpha + gl.exp2(sink - m_new), 0.0)
             m_i = m_new
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
         if lse is not None:
