@@ -128,7 +128,7 @@ class Patched:
         try:
             with (
                 self.collector.replays.ahead(kwargs, cache) if begins else nullcontext(),
-                _limit_context(),
+                _call_context(),
                 shown(type(self.module).__name__),
                 self._with_parts(),
             ):
@@ -187,11 +187,15 @@ def _limit_argument() -> dict[str, Any]:
     return {"recompile_limit": RECOMPILE_LIMIT} if _HAS_LIMIT_ARGUMENT else {}
 
 
-def _limit_context() -> AbstractContextManager[Any]:
-    """The limit around a call, for torch versions whose ``torch.compile`` takes none (2.11)."""
+def _call_context() -> AbstractContextManager[Any]:
+    """What torch 2.11 needs around a call: the limit, and guards that see when the data of a weight is replaced."""
     if _HAS_LIMIT_ARGUMENT:
         return nullcontext()
-    return torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT)
+    return torch._dynamo.config.patch(
+        recompile_limit=RECOMPILE_LIMIT,
+        use_recursive_dict_tags_for_guards=False,
+        skip_tensor_guards_with_matching_dict_tags=False,
+    )
 
 
 def _targets(model: nn.Module) -> list[nn.Module]:
