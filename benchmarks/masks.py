@@ -1,4 +1,4 @@
-"""The cases of suite ``masks``: one shape under masks that come as bounds, sinks and slopes; and the scan of a mask.
+"""The cases of suite ``masks``: one shape under masks and other terms of the scores; and the scan of a mask.
 
 Sequences of 4,096 tokens, four of them. ``padding`` is on the left, a quarter of all tokens in unequal parts;
 ``opaque`` is that mask as a bool ``[batch, 1, seqlen, seqlen]``, of which the kernel gets the bounds.
@@ -29,6 +29,7 @@ SHAPE = f"B{BATCH} H{HEADS}/{KV_HEADS} S{SEQLEN} D{HEAD_DIM}"
 STEP = f"B{STEP_BATCH} H{HEADS}/{KV_HEADS} S{CACHE} D{HEAD_DIM}"
 
 CAUSAL = {"window_right": 0}
+SOFTCAP = 50.0
 
 
 @cache
@@ -46,6 +47,10 @@ def _documents() -> Tensor:
     generator = torch.Generator().manual_seed(0)
     ends = torch.stack([torch.randperm(SEQLEN - 1, generator=generator)[:7].sort()[0] + 1 for _ in range(BATCH)])
     return (_row() >= ends.to(DEVICE)[..., None]).sum(dim=1)
+
+
+def _slopes() -> Tensor:
+    return torch.linspace(0.01, 0.5, HEADS, device=DEVICE)
 
 
 def _first_of_document() -> Tensor:
@@ -81,20 +86,37 @@ MASKS: dict[str, Callable[[], dict[str, Any]]] = {
     f"{SHAPE} prefix 1024": lambda: {"key_bounds": key_bounds(0, (_row() + 1).clamp(min=1024))},
     f"{SHAPE} causal, chunks of 1024": lambda: {**CAUSAL, "key_bounds": key_bounds(_row() // 1024 * 1024, SEQLEN)},
     f"{SHAPE} causal, sinks": lambda: {**CAUSAL, "sinks": torch.linspace(-1, 3, HEADS, device=DEVICE)},
-    f"{SHAPE} causal, alibi": lambda: {**CAUSAL, "alibi_slopes": torch.linspace(0.01, 0.5, HEADS, device=DEVICE)},
+    f"{SHAPE} causal, alibi": lambda: {**CAUSAL, "alibi_slopes": _slopes()},
+    f"{SHAPE} causal, window 1024": lambda: {**CAUSAL, "window_left": 1023},
+    f"{SHAPE} causal, softcap 50": lambda: {**CAUSAL, "softcap": SOFTCAP},
     f"{STEP} opaque, {VALID} valid": _valid,
 }
 """Terms of each case, by its name."""
 
 
-def _flex_masks() -> dict[str, Callable[..., Tensor]]:
-    """``mask_mod`` of the cases that FlexAttention runs too."""
-    paddings, documents = _paddings().flatten(), _documents()
+class Flex(NamedTuple):
+    """What FlexAttention is given: a mask, and a change of scores."""
+
+    mask_mod: Callable[..., Tensor]
+    score_mod: Callable[..., Tensor] | None = None
+
+
+def _flex_masks() -> dict[str, Flex]:
+    """Of the cases that FlexAttention runs too."""
+    paddings, documents, slopes = _paddings().flatten(), _documents(), _slopes()
+
+    def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q >= k
+
     return {
-        f"{SHAPE} causal": lambda b, h, q, k: q >= k,
-        f"{SHAPE} causal, padding": lambda b, h, q, k: (q >= k) & (k >= paddings[b]),
-        f"{SHAPE} causal, 8 documents": lambda b, h, q, k: (q >= k) & (documents[b, q] == documents[b, k]),
-        f"{SHAPE} prefix 1024": lambda b, h, q, k: (q >= k) | (k < 1024),
+        f"{SHAPE} causal": Flex(causal),
+        f"{SHAPE} causal, padding": Flex(lambda b, h, q, k: (q >= k) & (k >= paddings[b])),
+        f"{SHAPE} causal, 8 documents": Flex(lambda b, h, q, k: (q >= k) & (documents[b, q] == documents[b, k])),
+        f"{SHAPE} prefix 1024": Flex(lambda b, h, q, k: (q >= k) | (k < 1024)),
+        f"{SHAPE} causal, chunks of 1024": Flex(lambda b, h, q, k: (q >= k) & (q // 1024 == k // 1024)),
+        f"{SHAPE} causal, alibi": Flex(causal, lambda s, b, h, q, k: s - slopes[h] * (q - k)),
+        f"{SHAPE} causal, window 1024": Flex(lambda b, h, q, k: (q >= k) & (q - k < 1024)),
+        f"{SHAPE} causal, softcap 50": Flex(causal, lambda s, b, h, q, k: SOFTCAP * torch.tanh(s / SOFTCAP)),
     }
 
 
@@ -170,11 +192,11 @@ def _valid_cache(call: AttentionCall) -> AttentionCall:
     return call._replace(k=call.k[:, :, :VALID], v=call.v[:, :, :VALID], attn_mask=None, key_bounds=None)
 
 
-def _flex(mask_mod: Callable[..., Tensor]) -> Callable[[AttentionCall], Tensor]:
+def _flex(flex: Flex) -> Callable[[AttentionCall], Tensor]:
     """FlexAttention, compiled, with its block mask made beforehand."""
-    blocks = create_block_mask(mask_mod, BATCH, None, SEQLEN, SEQLEN, device=DEVICE)
+    blocks = create_block_mask(flex.mask_mod, BATCH, None, SEQLEN, SEQLEN, device=DEVICE)
     compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda call: compiled(call.q, call.k, call.v, block_mask=blocks, enable_gqa=True)
+    return lambda call: compiled(call.q, call.k, call.v, flex.score_mod, block_mask=blocks, enable_gqa=True)
 
 
 SCANS: dict[str, Callable[[int], Tensor]] = {
