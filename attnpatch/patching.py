@@ -11,7 +11,7 @@ import inspect
 import itertools
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -68,10 +68,13 @@ class Patched:
         self.choose_cache = _cache_choice(module, options.cache)
         self.compiled = torch.compile(_own_code(next(_serial)), backend=self._backend, **_limit_argument())
         self.stand_ins = StandIns(module)
+        self.compilation = ExitStack()
+        """What a call that compiles ends with."""
         self.parts: list[Patched] = []
         self.is_part = False
 
     def _backend(self, gm: torch.fx.GraphModule, example_inputs: Any, **_: Any) -> Callable[..., Any]:
+        self.compilation.enter_context(_guard_context())  # they are made when this returns
         compiled = compile_graph(gm, example_inputs, self.options, self.collector)
         for site in self.collector.graphs[-1].sites:
             site.module = self._full_name(site.module)
@@ -128,7 +131,7 @@ class Patched:
         try:
             with (
                 self.collector.replays.ahead(kwargs, cache) if begins else nullcontext(),
-                _call_context(),
+                _limit_context(len(self.collector.graphs)),
                 shown(type(self.module).__name__),
                 self._with_parts(),
             ):
@@ -137,6 +140,8 @@ class Patched:
             if isinstance(error.inner_exception, AttentionNotPatched):
                 raise error.inner_exception from None
             raise
+        finally:
+            self.compilation.close()
         self._note_gaps(runs, breaks)
         return result
 
@@ -187,14 +192,19 @@ def _limit_argument() -> dict[str, Any]:
     return {"recompile_limit": RECOMPILE_LIMIT} if _HAS_LIMIT_ARGUMENT else {}
 
 
-def _call_context() -> AbstractContextManager[Any]:
-    """What torch 2.11 needs around a call: the limit, and guards that see when the data of a weight is replaced."""
+def _limit_context(graphs: int) -> AbstractContextManager[Any]:
+    """The limit around a call, for torch versions whose ``torch.compile`` takes none (2.11), once there are many."""
+    if _HAS_LIMIT_ARGUMENT or graphs < min(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT):
+        return nullcontext()
+    return torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT)
+
+
+def _guard_context() -> AbstractContextManager[Any]:
+    """For guards that see when the data of a weight is replaced, as those of torch 2.13 do by themselves."""
     if _HAS_LIMIT_ARGUMENT:
         return nullcontext()
     return torch._dynamo.config.patch(
-        recompile_limit=RECOMPILE_LIMIT,
-        use_recursive_dict_tags_for_guards=False,
-        skip_tensor_guards_with_matching_dict_tags=False,
+        use_recursive_dict_tags_for_guards=False, skip_tensor_guards_with_matching_dict_tags=False
     )
 
 
