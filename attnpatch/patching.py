@@ -200,12 +200,14 @@ def _limit_context(graphs: int) -> AbstractContextManager[Any]:
 
 
 def _guard_context() -> AbstractContextManager[Any]:
-    """For guards that see when the data of a weight is replaced, as those of torch 2.13 do by themselves."""
-    if _HAS_LIMIT_ARGUMENT:
-        return nullcontext()
-    return torch._dynamo.config.patch(
-        use_recursive_dict_tags_for_guards=False, skip_tensor_guards_with_matching_dict_tags=False
-    )
+    """For guards that see a hook come, as nobody expects of a model that only got faster kernels.
+
+    And that see when the data of a weight is replaced, as those of torch 2.13 do by themselves.
+    """
+    options: Any = {"skip_nnmodule_hook_guards": False}
+    if not _HAS_LIMIT_ARGUMENT:
+        options |= {"use_recursive_dict_tags_for_guards": False, "skip_tensor_guards_with_matching_dict_tags": False}
+    return torch._dynamo.config.patch(**options)
 
 
 def _targets(model: nn.Module) -> list[nn.Module]:

@@ -102,6 +102,15 @@ def trained(model):
         model.eval()
 
 
+@contextmanager
+def hooked(model):
+    handle = block(model).mlp.register_forward_hook(lambda module, args, output: output * 2)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def block(model):
     return model.model.layers[0]
 
@@ -116,6 +125,7 @@ CHANGES = {
     "another module": (lambda m: put(block(m).mlp, "act_fn", nn.ReLU()), 1),
     "the config": (lambda m: put(m.config, "_attn_implementation", "sdpa"), 1),
     "training": (trained, 1),
+    "a hook": (hooked, 1),
     "inference mode": (lambda m: torch.inference_mode(), 1),
     "gradients": (lambda m: torch.enable_grad(), 0),
 }
