@@ -8,7 +8,6 @@ import json
 import sys
 import types
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -428,7 +427,7 @@ def test_a_case_of_generate_that_is_none(modules):
 def test_a_child_shows_its_row_at_once(modules, monkeypatch, capsys):
     generate = modules.generate
     row = dict.fromkeys((*generate.COLUMNS, "ms"), 2.0) | {"floor_ms": 1.0, "peak_gb": None}
-    child = SimpleNamespace(returncode=0, stdout=f"a word before\n{json.dumps(row)}\n", stderr="")
+    child = types.SimpleNamespace(returncode=0, stdout=f"a word before\n{json.dumps(row)}\n", stderr="")
     monkeypatch.setattr(generate.subprocess, "run", lambda *_, **__: child)
     assert generate.in_child("8B S2048 B1", "hf-sdpa", 4.3, 6) == row
     shown = capsys.readouterr().out
@@ -438,7 +437,7 @@ def test_a_child_shows_its_row_at_once(modules, monkeypatch, capsys):
 
 
 def test_a_child_that_fails_is_told(modules, monkeypatch, capsys):
-    child = SimpleNamespace(returncode=1, stdout="", stderr="out of memory")
+    child = types.SimpleNamespace(returncode=1, stdout="", stderr="out of memory")
     monkeypatch.setattr(modules.generate.subprocess, "run", lambda *_, **__: child)
     assert modules.generate.in_child("8B S2048 B1", "hf-eager", 4.3, 6) is None
     assert "FAILED generate: 8B S2048 B1 hf-eager\nout of memory" in capsys.readouterr().out
