@@ -124,23 +124,16 @@ def _turn(token, ASM: gl.constexpr):
 @gluon.jit
 def _consumer(
     WHICH: gl.constexpr,
-    o,
-    lse,
-    buffers,
-    barriers,
-    tiles,
-    num_tiles,
-    work,
-    terms,
-    row_terms,
+    shared,
     SHARES_Q: gl.constexpr,
     MAY_HOLD_ANYTHING: gl.constexpr,
 ):
     """Attention of 64 rows of each tile.
 
-    WHICH: of the consumers. SHARES_Q: whether the output leaves through the buffer of Q. MAY_HOLD_ANYTHING: whether
+    WHICH: of the consumers. shared: what both are given. SHARES_Q: whether the output leaves through the buffer of Q. MAY_HOLD_ANYTHING: whether
     there are keys that no row sees, so that they may be no numbers.
     """
+    o, lse, buffers, barriers, tiles, num_tiles, work, terms, row_terms = shared
     q_s, k_s, v_s, o_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right, _, _ = work
@@ -354,42 +347,11 @@ def _prefill_hopper_kernel(
     work = (num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, band[0], band[1], band[2], band[3])
     row_terms = (key_bounds, bounds_strides, key_padding, padding_strides)
     terms = (sm_scale, softcap, alibi_slopes, slopes_strides, sinks, sinks_strides)
+    shared = (o, lse, buffers, barriers, own, mine, work, terms, row_terms)
     gl.warp_specialize(
         [
-            (
-                _consumer,
-                (
-                    0,
-                    o,
-                    lse,
-                    buffers,
-                    barriers,
-                    own,
-                    mine,
-                    work,
-                    terms,
-                    row_terms,
-                    SHARES_Q,
-                    MAY_HOLD_ANYTHING,
-                ),
-            ),
-            (
-                _consumer,
-                (
-                    1,
-                    o,
-                    lse,
-                    buffers,
-                    barriers,
-                    own,
-                    mine,
-                    work,
-                    terms,
-                    row_terms,
-                    SHARES_Q,
-                    MAY_HOLD_ANYTHING,
-                ),
-            ),
+            (_consumer, (0, shared, SHARES_Q, MAY_HOLD_ANYTHING)),
+            (_consumer, (1, shared, SHARES_Q, MAY_HOLD_ANYTHING)),
             (_producer, (q, k, v, (q_s, k_s, v_s), barriers, own, mine, work, GROUP_SIZE)),
         ],
         [4, 1],
