@@ -10,7 +10,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -129,7 +129,8 @@ class Replays:
         pool = self._pools.pop(device, None)
         if pool is None:
             return
-        torch._C._cuda_endAllocateToPool(device.index, pool.id)
+        with suppress(RuntimeError):  # a capture that came to its end has ended this itself
+            torch._C._cuda_endAllocateToPool(device.index, pool.id)
         with torch.cuda.device(device), torch.cuda.graph(torch.cuda.CUDAGraph()):
             torch.zeros(1, device=device)
 

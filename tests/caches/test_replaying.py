@@ -1,6 +1,9 @@
 """Steps replayed from CUDA graphs, with a recorder that does on a CPU what a CUDA graph does on a device."""
 
+import itertools
 import threading
+import types
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -352,3 +355,29 @@ def test_bad_option(model_with, value):
 def test_one_way_to_make_cuda_graphs():
     with pytest.raises(ValueError, match="cuda_graphs=True beside Inductor's"):
         from_compile("reduce-overhead", {"cuda_graphs": True})
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["at its end", "before"])
+def test_a_capture_that_fails_is_ended_and_its_pool_left(monkeypatch, recorder, ended):
+    """With a stand-in for CUDA: it goes on allocating to the pool of a capture that fails at its end."""
+    done, device = [], torch.device("cuda", 0)
+
+    def end(index, pool):
+        done.append((index, pool))
+        if ended:
+            raise RuntimeError("not currently recording to mempool_id")
+
+    pools = (types.SimpleNamespace(id=(0, n)) for n in itertools.count(1))
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda: next(pools))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "empty")
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext(done.append(graph)))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    replays = Replays(recorder, "cuda")
+    assert replays._pool(device) == replays._pool(device) == (0, 1)
+    recorder.fails_with = "operation failed"
+    with pytest.raises(RuntimeError, match="operation failed"):
+        replays.record(None, [], device)
+    assert done == [(0, (0, 1)), "empty"]
+    assert replays._pool(device) == (0, 2)
