@@ -130,8 +130,8 @@ def _consumer(
 ):
     """Attention of 64 rows of each tile.
 
-    WHICH: of the consumers. shared: what both are given. SHARES_Q: whether the output leaves through the buffer of Q. MAY_HOLD_ANYTHING: whether
-    there are keys that no row sees, so that they may be no numbers.
+    WHICH: of the consumers. shared: what both are given. SHARES_Q: whether the output leaves through the buffer of Q.
+    MAY_HOLD_ANYTHING: whether there are keys that no row sees, so that they may be no numbers.
     """
     o, lse, buffers, barriers, tiles, num_tiles, work, terms, row_terms = shared
     q_s, k_s, v_s, o_s = buffers
