@@ -127,12 +127,11 @@ def compile_prefill(width, dtype, descriptors, terms):
 
 
 WINDOW = TERMS["window"]
-PADDING_AND_OFFSET = {
-    "key_padding": torch.ones(1, 256, dtype=torch.bool),
-    "q_offset": torch.zeros(1, dtype=torch.int64),
-}
+OFFSET = torch.zeros(1, dtype=torch.int64)
+PADDING_AND_OFFSET = {"key_padding": torch.ones(1, 256, dtype=torch.bool), "q_offset": OFFSET}
 HOPPER_TERMS = {
     **{f"{width} causal": CAUSAL for width in (64, 128, 256)},
+    **{f"{width} causal, offset on the device": {**CAUSAL, "q_offset": OFFSET} for width in (128, 256)},
     "64 slopes and lse": {**CAUSAL, "alibi_slopes": torch.zeros(8), "lse": torch.zeros(1, 8, 256)},
     "128 window, sinks and lse": {**WINDOW, "sinks": torch.zeros(8), "lse": torch.zeros(1, 8, 256)},
     "256 window and softcap": {**WINDOW, "softcap": 30.0},

@@ -36,6 +36,8 @@ NARROW_LOADS = {"decode codes, 16 rows 256": 4}
 """Loads of 2 bytes in a loop: of 32 norms, a lane of the one warp has one each."""
 
 SPILLS_OF_HOPPER = {
+    "hopper descriptor 128 causal, offset on the device": 5,
+    "hopper descriptor 256 causal, offset on the device": 4,
     "hopper descriptor 128 bounds, padding and offset": 75,
     "hopper descriptor 256 bounds, padding and offset": 200,
 }
