@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import get_static_address_type
 from torch.fx import Graph, Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from attnpatch import dispatch
@@ -29,6 +31,8 @@ class Inputs(NamedTuple):
         caches: of what new tokens are written to, and of where they begin in it, if the graph writes nothing else that
             outlives it; else empty.
         devices: types of devices of what the graph computes, see :func:`_devices`.
+        wrapped: of wrappers of tensors that stay where they are, and what gets the tensors in each: DTensors of tensor
+            parallel, quantised weights.
     """
 
     kept: tuple[int, ...]
@@ -36,6 +40,7 @@ class Inputs(NamedTuple):
     numbers: tuple[int, ...]
     caches: tuple[int, ...] = ()
     devices: frozenset[str] = frozenset()
+    wrapped: tuple[tuple[int, Callable[[Any], Any]], ...] = ()
 
     @classmethod
     def of(cls, graph: Graph, example_inputs: Sequence[Any]) -> Inputs:
@@ -45,11 +50,13 @@ class Inputs(NamedTuple):
         for i, (node, x) in enumerate(zip(placeholders, example_inputs, strict=True)):
             if not isinstance(x, Tensor):
                 found = found._replace(numbers=(*found.numbers, i))
-            elif _stays(x) or writes.touches(node):
-                found = found._replace(kept=(*found.kept, i))
-            else:
+            elif not _stays(x) and not writes.touches(node):
                 found = found._replace(copied=(*found.copied, i))
-        return found._replace(caches=_caches(graph, placeholders))
+            elif is_traceable_wrapper_subclass(x):
+                found = found._replace(wrapped=(*found.wrapped, (i, attrgetter(*_parts(x)))))
+            else:
+                found = found._replace(kept=(*found.kept, i))
+        return found if _is_shared(graph) or found.wrapped else found._replace(caches=_caches(graph, placeholders))
 
     def key(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """What a call must have in common with the captured one."""
@@ -57,13 +64,38 @@ class Inputs(NamedTuple):
 
     def addresses(self, args: Sequence[Any]) -> list[int]:
         """Where the inputs lie that are kept there."""
-        return list(map(Tensor.data_ptr, map(args.__getitem__, self.kept)))
+        return list(map(Tensor.data_ptr, self.staying(args)))
+
+    def staying(self, args: Sequence[Any]) -> list[Tensor]:
+        """The inputs that are kept where they lie, and the tensors in those that wrap some."""
+        found = list(map(args.__getitem__, self.kept))
+        for i, parts in self.wrapped:
+            inner = parts(args[i])
+            found.extend((inner,) if isinstance(inner, Tensor) else inner)
+        return found
 
 
 def _stays(x: Tensor) -> bool:
     """Whether a tensor is a module's, as Dynamo marks those, or too large to be copied."""
     is_own = isinstance(x, nn.Parameter) or get_static_address_type(x) is not None
     return is_own or x.numel() * x.element_size() > MAX_COPIED
+
+
+def _parts(x: Any) -> list[str]:
+    """Paths of the plain tensors in a wrapper, which may wrap wrappers, and what is no tensor."""
+    found = []
+    for name in x.__tensor_flatten__()[0]:
+        inner = getattr(x, name)
+        if is_traceable_wrapper_subclass(inner):
+            found += [f"{name}.{path}" for path in _parts(inner)]
+        elif isinstance(inner, Tensor):
+            found.append(name)
+    return found
+
+
+def _is_shared(graph: Graph) -> bool:
+    """Whether other processes take part: they must run a step as often as this one does."""
+    return any("c10d" in str(node.target) for node in graph.nodes if node.op == "call_function")
 
 
 def _caches(graph: Graph, placeholders: Sequence[Node]) -> tuple[int, ...]:
@@ -115,8 +147,8 @@ class Captured:
         is_repeatable: whether a replay before another run of the graph changes nothing but new tokens in its caches.
 
     Raises:
-        ValueError: outputs record gradients, which clones do not, or share memory with each other or with a copy, so
-            that handing out clones would part them.
+        ValueError: outputs record gradients, which clones do not, wrap tensors, or share memory with each other or with
+            a copy, so that handing out clones would part them.
     """
 
     def __init__(
@@ -131,7 +163,7 @@ class Captured:
         self.key, self.inputs, self._replay, self._outputs = key, inputs, replay, outputs
         self.device = next(x.device for x in args if isinstance(x, Tensor))
         self.copies: list[Tensor] = [args[i] for i in inputs.copied]
-        kept = [args[i] for i in inputs.kept]
+        kept = inputs.staying(args)
         self.addresses: list[int] = key[1]
         self.sizes = [x.nbytes for x in kept]
         self.is_repeatable = bool(inputs.caches)
@@ -152,6 +184,8 @@ class Captured:
 
 def _owned(outputs: Sequence[Any], copies: Sequence[Tensor], kept: Sequence[Tensor]) -> list[bool]:
     """Which outputs lie in the graph's memory, not in that of an input kept where it is."""
+    if any(isinstance(x, Tensor) and is_traceable_wrapper_subclass(x) for x in outputs):
+        raise ValueError("an output wraps other tensors")
     theirs = {_storage(x) for x in kept}
     owned = [isinstance(x, Tensor) and _storage(x) not in theirs for x in outputs]
     storages = [_storage(x) for x, is_owned in zip(outputs, owned, strict=True) if is_owned]

@@ -71,7 +71,7 @@ class Replays:
         tensors = [x for x in example_inputs if isinstance(x, Tensor)]
         devices = {x.device for x in tensors}
         is_here = [device.type for device in devices] == [self.device_type] and inputs.devices <= {self.device_type}
-        if not is_here or any(map(is_traceable_wrapper_subclass, tensors)):  # a wrapper has no address
+        if not is_here or any(is_traceable_wrapper_subclass(example_inputs[i]) for i in inputs.copied):
             self._say_where(devices, inputs)
             return function
         step = ReplayedStep(function, inputs, self, devices.pop())
@@ -85,7 +85,7 @@ class Replays:
             where = sorted({str(device) for device in devices} | inputs.devices) or ["no device"]
             log.log(
                 self.level,
-                "cuda_graphs=True: a graph on %s is not replayed; one of plain tensors on one GPU is",
+                "cuda_graphs=True: a graph on %s is not replayed; one of tensors on one GPU is",
                 ", ".join(where),
             )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import re
 import subprocess
 import sys
@@ -78,11 +79,13 @@ class Implementation(NamedTuple):
         attention: transformers' name of the attention that is loaded.
         patch: options of ``attnpatch.patch``, or None.
         generate: arguments of ``generate()``.
+        gpus: how many hold the model, by transformers' tensor parallel.
     """
 
     attention: str
     patch: dict[str, Any] | None = None
     generate: Mapping[str, Any] = MappingProxyType({})
+    gpus: int = 1
 
 
 BUFFERED = {"cache": "buffered", "cuda_graphs": True, "strict": True}
@@ -90,6 +93,9 @@ IMPLEMENTATIONS = {
     "attnpatch.eager-rest": Implementation("sdpa", BUFFERED),
     "attnpatch.inductor-rest": Implementation("sdpa", {**BUFFERED, "rest": "inductor"}),
     "attnpatch.inductor-rest tbq4": Implementation("sdpa", {**BUFFERED, "rest": "inductor", "cache": "tbq4"}),
+    "attnpatch.eager-rest 2 GPUs": Implementation("sdpa", BUFFERED, gpus=2),
+    "attnpatch.inductor-rest 2 GPUs": Implementation("sdpa", {**BUFFERED, "rest": "inductor"}, gpus=2),
+    "hf-sdpa 2 GPUs": Implementation("sdpa", gpus=2),
     "hf-eager": Implementation("eager"),
     "hf-sdpa": Implementation("sdpa"),
     "hf-sdpa-static-compiled": Implementation("sdpa", None, {"cache_implementation": "static"}),
@@ -117,16 +123,31 @@ class Case(NamedTuple):
         return cls(name, MODELS[found[1]], int(found[2]), int(found[3]))
 
 
-def make_model(case: Case, attention: str) -> Any:
-    """A Llama of random weights, in bfloat16 on the device, float32 on a CPU."""
+def make_model(case: Case, attention: str, gpus: int) -> Any:
+    """A Llama of random weights, in bfloat16 on the device, float32 on a CPU; of several GPUs, this process's part."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**case.sizes, max_position_embeddings=1 << 18, bos_token_id=1, eos_token_id=None)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     torch.manual_seed(0)
-    with torch.device(DEVICE):
-        model = LlamaForCausalLM._from_config(config, attn_implementation=attention, dtype=dtype)
-    return model.eval()
+    with torch.device(DEVICE if gpus == 1 else "meta"):
+        model = LlamaForCausalLM._from_config(config, attn_implementation=attention, dtype=dtype).eval()
+    return model if gpus == 1 else in_parallel(model, gpus)
+
+
+def in_parallel(model: Any, gpus: int) -> Any:
+    """The part of a model without weights that this process of ``torchrun`` computes, with random ones."""
+    from transformers.distributed import DistributedConfig
+
+    config, _, mesh = model.prepare_distribute_model(DistributedConfig(tp_size=gpus, tp_plan="auto"))
+    model = model.maybe_distribute_model(model, config, mesh).to_empty(device=DEVICE)
+    with torch.device(DEVICE):  # its frequencies are no weights
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            local = x.to_local() if hasattr(x, "to_local") else x
+            local.fill_(1.0) if "norm" in name else local.normal_(std=model.config.initializer_range)
+    return model
 
 
 class Marks:
@@ -205,19 +226,19 @@ def _ms_of(function: Callable[[], None]) -> float:
     return (now() - start) / STEPS * 1e3
 
 
-def floor_ms(model: nn.Module, case: Case, tbps: float) -> float:
-    """Time to read the weights, and K and V of the prompts, once."""
+def floor_ms(model: nn.Module, case: Case, tbps: float, gpus: int) -> float:
+    """Time to read the weights, and K and V of the prompts, once; on several GPUs, as much by each."""
     sizes = case.sizes
     head_dim = sizes["hidden_size"] // sizes["num_attention_heads"]
     rows = 2 * case.batch * case.seqlen * sizes["num_hidden_layers"] * sizes["num_key_value_heads"]
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    return (weights + rows * head_dim * next(model.parameters()).element_size()) / tbps / 1e9
+    return (weights + rows * head_dim * next(model.parameters()).element_size()) / tbps / 1e9 / gpus
 
 
 def measure_generate(case: Case, impl: str, tbps: float = READ_TBPS, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
     """The row of a case and an implementation, in a process that did nothing before."""
     chosen = IMPLEMENTATIONS[impl]
-    model = make_model(case, chosen.attention)
+    model = make_model(case, chosen.attention, chosen.gpus)
     ids = torch.randint(3, case.sizes["vocab_size"], (case.batch, case.seqlen), device=DEVICE)
     start = now()
     if chosen.patch is not None:
@@ -232,7 +253,7 @@ def measure_generate(case: Case, impl: str, tbps: float = READ_TBPS, new_tokens:
         "case": case.name,
         "impl": impl,
         "ms": marks.ms_per_token,
-        "floor_ms": floor_ms(model, case, tbps),
+        "floor_ms": floor_ms(model, case, tbps, chosen.gpus),
         "step_ms": None if chosen.generate else step_ms(model, output.past_key_values, case.batch),
         "first_token_s": first.times[0] - start,
         "fourth_token_s": first.times[3] - start,
@@ -247,7 +268,9 @@ def in_child(case: str, impl: str, tbps: float, new_tokens: int) -> dict[str, An
 
     Prints what it found at once: a run that is cut off has then shown what it measured.
     """
-    command = [sys.executable, __file__, "--worker", case, impl, str(tbps), str(new_tokens)]
+    gpus = IMPLEMENTATIONS[impl].gpus
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
+    command = [sys.executable, *torchrun, __file__, "--worker", case, impl, str(tbps), str(new_tokens)]
     child = subprocess.run(command, capture_output=True, text=True, check=False)
     if child.returncode:
         print(f"FAILED generate: {case} {impl}\n{child.stderr[-1500:]}", flush=True)
@@ -287,7 +310,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker:
         case, impl, tbps, new_tokens = options.worker
-        print(json.dumps(measure_generate(Case.parse(case), impl, float(tbps), int(new_tokens))))
+        row = measure_generate(Case.parse(case), impl, float(tbps), int(new_tokens))
+        if os.environ.get("RANK", "0") == "0":  # of several processes, one speaks
+            print(json.dumps(row))
         return
     if not torch.cuda.is_available():
         parser.exit(1, "no CUDA device: nothing to measure\n")
@@ -295,7 +320,8 @@ def main() -> None:
     gc.collect()
     torch.cuda.empty_cache()  # the children need the memory
     measure_one = partial(in_child, tbps=tbps, new_tokens=6 if options.once else NEW_TOKENS)
-    found = [measure_one(case, impl) for case in options.cases for impl in options.impls]
+    impls = [impl for impl in options.impls if IMPLEMENTATIONS[impl].gpus <= torch.cuda.device_count()]
+    found = [measure_one(case, impl) for case in options.cases for impl in impls]
     rows = [row for row in found if row is not None]
     if not options.once:
         path = write_results(options.results, environment(options.commit), rows)

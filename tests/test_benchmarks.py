@@ -409,13 +409,22 @@ def test_a_row_of_generate(modules, impl):
     assert modules.as_markdown.table([row])[2].endswith("of the floor |")
 
 
+def test_a_row_of_generate_in_two_processes(modules, monkeypatch):
+    """What would be two GPUs are two processes on the CPU."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    row = modules.generate.in_child("tiny S24 B2", "attnpatch.eager-rest 2 GPUs", 4.3, 6)
+    assert (row["case"], row["impl"]) == ("tiny S24 B2", "attnpatch.eager-rest 2 GPUs")
+    assert 0 < row["floor_ms"] < row["step_ms"]
+
+
 def test_the_floor_of_a_token(modules):
     """8.03 billion weights of two bytes, and 2 x 32 layers x 8 heads x 128 channels of two bytes per token."""
     generate = modules.generate
     case = generate.Case.parse("8B S65536 B1")
     weights = torch.nn.Linear(8_030_261_248, 1, bias=False, dtype=torch.bfloat16, device="meta")
     expected = (8_030_261_248 * 2 + 65536 * 2 * 32 * 8 * 128 * 2) / 4.3e12 * 1e3
-    assert generate.floor_ms(weights, case, 4.3) == pytest.approx(expected)
+    assert generate.floor_ms(weights, case, 4.3, gpus=1) == pytest.approx(expected)
+    assert generate.floor_ms(weights, case, 4.3, gpus=2) == pytest.approx(expected / 2)
     assert expected == pytest.approx(5.7, abs=0.1)
 
 

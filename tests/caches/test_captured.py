@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from attnpatch.captured import Inputs
 from attnpatch.ops import cache_write
@@ -101,3 +102,34 @@ def test_no_place_where_anything_else_is_written():
 
     for write in (writes_another, writes_itself, writes_elsewhere):
         assert not written(write), write.__name__
+
+
+def test_wrappers_that_stay_are_found_by_the_tensors_in_them():
+    weight = nn.Parameter(TwoTensor(TwoTensor(torch.ones(2), torch.ones(2)), torch.ones(2)))
+    plain = nn.Parameter(torch.ones(2))
+    graph = torch.fx.Graph()
+    for i in range(3):
+        graph.placeholder(f"x{i}")
+    inputs = Inputs.of(graph, [torch.ones(2), weight, plain])
+    assert (inputs.copied, inputs.kept, [i for i, _ in inputs.wrapped]) == ((0,), (2,), [1])
+    args = [torch.zeros(2), weight, plain]
+    assert inputs.addresses(args) == [x.data_ptr() for x in (plain, weight.a.a, weight.a.b, weight.b)]
+    before = inputs.key(args)
+    assert inputs.key(args) == before
+    weight.a.b = torch.ones(2)
+    assert inputs.key(args) != before
+
+
+def test_steps_that_other_processes_take_part_in_are_not_begun_ahead():
+    """One that was begun in vain would be one more than those of the others."""
+
+    def alone(x, k, v, position, other):
+        cache_write(k, v, x, x, position)
+        return other + 1
+
+    def shared(x, k, v, position, other):
+        cache_write(k, v, x, x, position)
+        return torch.ops._c10d_functional.wait_tensor(other + 1)
+
+    assert written(alone)
+    assert not written(shared)

@@ -4,6 +4,7 @@ import itertools
 import threading
 import types
 from contextlib import nullcontext
+from operator import attrgetter
 
 import pytest
 import torch
@@ -154,12 +155,12 @@ def doubling(replays, **options):
     return replays.step(lambda x: _decoded((x * 2,)), Inputs((), (0,), (), **options), [torch.ones(2)])
 
 
-def called(step, *values):
-    """What a step gives for inputs of these values, one call each."""
+def called(step, *values, beside=()):
+    """What a step gives for inputs of these values, one call each, and for what is ``beside`` them."""
     found = []
     for x in values:
         with torch.no_grad(), dispatch.recording():
-            found.append(step(torch.full((2,), float(x)))[0].tolist())
+            found.append(step(torch.full((2,), float(x)), *beside)[0].tolist())
     return found
 
 
@@ -269,8 +270,13 @@ SHARE = "outputs share memory with each other or with an input"
 
 @pytest.mark.parametrize(
     ("function", "reason"),
-    [(pair, SHARE), (lambda x: (x.view(-1),), SHARE), (with_gradients, "outputs record gradients")],
-    ids=["each other", "a copy", "gradients"],
+    [
+        (pair, SHARE),
+        (lambda x: (x.view(-1),), SHARE),
+        (with_gradients, "outputs record gradients"),
+        (lambda x: (TwoTensor(x + 1, x + 2),), "an output wraps other tensors"),
+    ],
+    ids=["each other", "a copy", "gradients", "wrapper"],
 )
 def test_outputs_are_not_parted_from_what_they_belong_to(recorder, caplog, function, reason):
     step = Replays(recorder, "cpu").step(lambda x: _decoded(function(x)), Inputs((), (0,), ()), [torch.ones(2)])
@@ -278,7 +284,7 @@ def test_outputs_are_not_parted_from_what_they_belong_to(recorder, caplog, funct
         with torch.no_grad(), dispatch.recording():
             x = torch.full((2,), float(n))
             found, expected = step(x)[0], function(x)[0]
-        assert torch.equal(found, expected)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
         assert found.requires_grad == expected.requires_grad
     assert (recorder.captures, recorder.replays) == (1, 0)
     assert reason in caplog.text
@@ -311,7 +317,7 @@ def test_who_asks_for_replays_where_there_are_none_is_told_once(recorder, caplog
     for _ in range(2):
         replays.step(torch.neg, Inputs((), (0,), ()), [torch.zeros(2)])
     said = [r.getMessage() for r in caplog.records if r.name == "attnpatch"]
-    assert said == ["cuda_graphs=True: a graph on cpu is not replayed; one of plain tensors on one GPU is"]
+    assert said == ["cuda_graphs=True: a graph on cpu is not replayed; one of tensors on one GPU is"]
 
 
 def test_a_model_on_the_cpu_runs_as_ever(model_with, run):
@@ -326,10 +332,9 @@ def test_graphs_that_use_the_host_are_left_alone(recorder):
     assert not isinstance(doubling(Replays(recorder, "cpu"), devices=frozenset({"cpu", "meta"})), ReplayedStep)
 
 
-def test_wrappers_of_tensors_are_left_alone(recorder):
-    """They all lie at address 0."""
+def test_wrappers_of_tensors_are_not_copied(recorder):
     wrapper = TwoTensor(torch.ones(2), torch.ones(2))
-    assert Replays(recorder, "cpu").step(torch.neg, Inputs((0,), (), ()), [wrapper]) is torch.neg
+    assert Replays(recorder, "cpu").step(torch.neg, Inputs((), (0,), ()), [wrapper]) is torch.neg
 
 
 def test_steps_of_a_model_that_is_gone_are_let_go(recorder):
@@ -337,6 +342,24 @@ def test_steps_of_a_model_that_is_gone_are_let_go(recorder):
     called(step, 1, 2)
     del step
     assert len(replays._steps) == 0
+
+
+def test_weights_that_wrap_tensors(recorder):
+    """As a step of doubling(), whose weight is two tensors in one. New ones inside are captured anew."""
+    weight = TwoTensor(torch.ones(2), torch.full((2,), 2.0))
+    inputs = Inputs((), (0,), (), wrapped=((1, attrgetter("a", "b")),))
+
+    def function(x, weight):
+        return _decoded((x * weight.a + weight.b,))
+
+    step = Replays(recorder, "cpu").step(function, inputs, [torch.ones(2), weight])
+    assert [called(step, n, beside=[weight]) for n in (1, 2, 3)] == [[[3.0] * 2], [[4.0] * 2], [[5.0] * 2]]
+    assert (recorder.captures, recorder.replays) == (1, 1)
+    weight.b.fill_(5.0)
+    assert called(step, 1, beside=[weight]) == [[6.0] * 2]
+    weight.b = torch.full((2,), 7.0)
+    assert called(step, 1, beside=[weight]) == [[8.0] * 2]
+    assert (recorder.captures, recorder.replays) == (1, 2)
 
 
 @pytest.mark.parametrize("device_types", [("meta",), ("cpu", "meta")], ids=str)
