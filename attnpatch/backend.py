@@ -21,6 +21,8 @@ from attnpatch.errors import AttentionNotPatched
 from attnpatch.options import Options, from_compile
 from attnpatch.reporting import Collector, GraphRecord
 from attnpatch.rewriter import rewrite_graph
+from attnpatch.rewrites.rms_norm import fuse_norms
+from attnpatch.rewrites.rotary import fuse_rotary
 
 log = logging.getLogger("attnpatch")
 
@@ -74,12 +76,19 @@ def compile_graph(
 
 def _may_be_replayed(example_inputs: Sequence[Any], options: Options) -> bool:
     """Who asks for replays is told where there are none; others get them on a GPU."""
-    on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs)
-    return options.replays and (on_gpu or options.cuda_graphs is True)
+    return options.replays and (_is_on_gpu(example_inputs) or options.cuda_graphs is True)
+
+
+def _is_on_gpu(example_inputs: Sequence[Any]) -> bool:
+    return any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs)
 
 
 def _compile_rest(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     if options.rest == "eager":
+        if _is_on_gpu(example_inputs) and not torch.is_grad_enabled():
+            fuse_norms(gm.graph)
+            fuse_rotary(gm.graph)
+            gm.recompile()
         return gm.forward
     from torch._inductor.compile_fx import compile_fx
 

@@ -1,0 +1,83 @@
+"""The rest of a graph that runs as it is: on a GPU, norms and rotary embeddings are one kernel each."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import attnpatch
+from attnpatch import backend
+from attnpatch.testing.tolerance import assert_same_function, run_float64
+from tests.caches.conftest import generate, make_model
+
+COUNTED = {F.rms_norm: "norms", torch.ops.attnpatch.rotary.default: "turns"}
+
+FAMILIES = {
+    "Llama": {"norms": 5, "turns": 4},
+    "Mistral": {"norms": 5, "turns": 4},
+    "Qwen3": {"norms": 9, "turns": 4},  # of every query and key, too
+    "Phi3": {"norms": 5, "turns": 4},
+    "Olmo2": {"norms": 9, "turns": 4},
+    "Gemma2": {"norms": 9, "turns": 4},
+}
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """What the graphs of a model call, as on a GPU."""
+    found = []
+
+    def counted(gm, *args):
+        result = compile_rest(gm, *args)
+        names = [COUNTED[node.target] for node in gm.graph.nodes if node.target in COUNTED]
+        found.append({name: names.count(name) for name in dict.fromkeys(names)})
+        return result
+
+    compile_rest = backend._compile_rest
+    monkeypatch.setattr(backend, "_is_on_gpu", lambda inputs: True)
+    monkeypatch.setattr(backend, "_compile_rest", counted)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_model(graphs, family):
+    model, ids = make_model(family), torch.arange(3, 13)[None]
+    with torch.no_grad():
+        original, exact = model(ids).logits, run_float64(model, ids).logits
+        attnpatch.patch(model, strict=True, cuda_graphs=False, cache=None)
+        assert_same_function(model(ids).logits, original, exact)
+    assert graphs == [FAMILIES[family]]
+
+
+def test_text_is_that_of_the_unpatched_model(graphs):
+    expected = generate(make_model(num_hidden_layers=1), None)
+    model = attnpatch.patch(make_model(num_hidden_layers=1), strict=True, cuda_graphs=False, cache="buffered")
+    assert torch.equal(generate(model, None), expected)
+    assert graphs == [{"norms": 3, "turns": 2}] * 2  # prefill and decode
+
+
+def test_gradients_are_of_the_models_own_operators(graphs):
+    ids = torch.arange(3, 13)[None]
+    grads = []
+    for patched in (False, True):
+        model = make_model()
+        if patched:
+            attnpatch.patch(model, strict=True, cuda_graphs=False, cache=None)
+        model(ids, labels=ids).loss.backward()
+        grads.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*grads)
+    assert graphs == [{}]
+
+
+def test_inductor_fuses_by_itself(graphs):
+    model = attnpatch.patch(make_model(num_hidden_layers=1), rest="inductor", cuda_graphs=False, cache=None)
+    with torch.no_grad():
+        model(torch.arange(3, 13)[None])
+    assert graphs == [{}]
+
+
+def test_on_a_cpu_the_graph_is_left_as_it_is(graphs, monkeypatch):
+    monkeypatch.setattr(backend, "_is_on_gpu", lambda inputs: False)
+    model = attnpatch.patch(make_model(num_hidden_layers=1), cache=None)
+    with torch.no_grad():
+        model(torch.arange(3, 13)[None])
+    assert graphs == [{}]

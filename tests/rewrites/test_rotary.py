@@ -1,0 +1,118 @@
+"""Rotary embeddings: which become one operator, that they are the same, and which stay."""
+
+import pytest
+import torch
+
+from attnpatch.rewrites.rotary import fuse_rotary
+from attnpatch.testing.tolerance import assert_same_function, run_float64
+
+D = 16
+
+
+def rotate_half(x):
+    return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
+
+
+def llama(x, cos, sin):
+    return (x * cos.unsqueeze(1)) + (rotate_half(x) * sin.unsqueeze(1))
+
+
+def by_chunks(x, cos, sin):
+    first, second = x.chunk(2, dim=-1)
+    return sin[:, None] * torch.cat((-second, first), -1) + cos[:, None] * x
+
+
+def by_split(x, cos, sin):
+    first, second = torch.split(x, D // 2, dim=-1)
+    return x * cos[:, None] + torch.cat([-second, first], dim=3) * sin[:, None]
+
+
+def partial(x, cos, sin):
+    """As GPT-NeoX does it, of the first half of the channels."""
+    turned, rest = x[..., : D // 2], x[..., D // 2 :]
+    cos, sin = cos[:, None, :, : D // 2], sin[:, None, :, : D // 2]
+    return torch.cat((turned * cos + rotate_half(turned) * sin, rest), dim=-1)
+
+
+def backwards(x, cos, sin):
+    return x * cos[:, None] + torch.cat((x[..., : D // 2], -x[..., D // 2 :]), dim=-1) * sin[:, None]
+
+
+def other_halves(x, cos, sin):
+    return x * cos[:, None] + torch.cat((-x[..., D // 4 :], x[..., : D // 4]), dim=-1) * sin[:, None]
+
+
+def steps(x, cos, sin):
+    return x * cos[:, None] + torch.cat((-x[..., 1::2], x[..., ::2]), dim=-1) * sin[:, None]
+
+
+def of_another(x, cos, sin):
+    return (x + 1) * cos[:, None] + rotate_half(x) * sin[:, None]
+
+
+def along_rows(x, cos, sin):
+    return x * cos[:, None] + torch.cat((-x[..., 3:, :], x[..., :3, :]), dim=-2) * sin[:, None]
+
+
+def minus(x, cos, sin):
+    return x * cos[:, None] - rotate_half(x) * sin[:, None]
+
+
+def overwritten(x, cos, sin):
+    turned = rotate_half(x)
+    straight = x * cos[:, None]
+    x.zero_()
+    return straight + turned * sin[:, None]
+
+
+def wider(x, cos, sin):
+    """The table has two rows for each of x."""
+    return x[:1] * cos[:, None] + rotate_half(x[:1]) * sin[:, None]
+
+
+def compiled(function, *args):
+    """What the rewritten graph gives, how many turns it had, and how often it calls the operator."""
+    found = []
+
+    def backend(gm, _):
+        found.append(fuse_rotary(gm.graph))
+        found.append(len(gm.graph.find_nodes(op="call_function", target=torch.ops.attnpatch.rotary.default)))
+        gm.graph.lint()
+        gm.recompile()
+        return gm.forward
+
+    return torch.compile(function, backend=backend, fullgraph=True)(*args), *found
+
+
+def arguments(dtype, table_dtype=None):
+    generator = torch.Generator().manual_seed(0)
+    angles = torch.randn(2, 6, D, generator=generator)
+    x = torch.randn(2, 6, 3, D, generator=generator).transpose(1, 2)
+    return x.to(dtype), angles.cos().to(table_dtype or dtype), angles.sin().to(table_dtype or dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("function", [llama, by_chunks, by_split, partial])
+def test_turns(function, dtype):
+    args = arguments(dtype)
+    result, found, calls = compiled(function, *args)
+    assert (found, calls, result.dtype) == (1, 1, dtype)
+    assert_same_function(result, function(*args), run_float64(function, *args))
+
+
+@pytest.mark.parametrize(
+    "function", [backwards, other_halves, steps, of_another, along_rows, minus, overwritten, wider]
+)
+def test_what_is_another_function_stays(function):
+    expected = function(*arguments(torch.float32))
+    result, found, calls = compiled(function, *arguments(torch.float32))
+    assert (found, calls) == (0, 0)
+    assert torch.equal(result, expected)
+
+
+def test_tables_of_another_dtype():
+    """A wider table gives a wider result, which the operator does not; a narrower one does not."""
+    result, found, _ = compiled(llama, *arguments(torch.bfloat16, torch.float32))
+    assert (found, result.dtype) == (0, torch.float32)
+    result, found, _ = compiled(llama, *arguments(torch.float32, torch.bfloat16))
+    assert (found, result.dtype) == (1, torch.float32)
