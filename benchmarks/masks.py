@@ -53,6 +53,10 @@ def _slopes() -> Tensor:
     return torch.linspace(0.01, 0.5, HEADS, device=DEVICE)
 
 
+def _sinks() -> Tensor:
+    return torch.linspace(-1, 3, HEADS, device=DEVICE)
+
+
 def _first_of_document() -> Tensor:
     """The first token of each token's document, ``[batch, 1, seqlen]``."""
     documents = _documents()
@@ -85,7 +89,7 @@ MASKS: dict[str, Callable[[], dict[str, Any]]] = {
     f"{SHAPE} causal, 8 documents": lambda: {**CAUSAL, "key_bounds": key_bounds(_first_of_document(), SEQLEN)},
     f"{SHAPE} prefix 1024": lambda: {"key_bounds": key_bounds(0, (_row() + 1).clamp(min=1024))},
     f"{SHAPE} causal, chunks of 1024": lambda: {**CAUSAL, "key_bounds": key_bounds(_row() // 1024 * 1024, SEQLEN)},
-    f"{SHAPE} causal, sinks": lambda: {**CAUSAL, "sinks": torch.linspace(-1, 3, HEADS, device=DEVICE)},
+    f"{SHAPE} causal, sinks": lambda: {**CAUSAL, "sinks": _sinks()},
     f"{SHAPE} causal, alibi": lambda: {**CAUSAL, "alibi_slopes": _slopes()},
     f"{SHAPE} causal, window 1024": lambda: {**CAUSAL, "window_left": 1023},
     f"{SHAPE} causal, softcap 50": lambda: {**CAUSAL, "softcap": SOFTCAP},
@@ -95,10 +99,11 @@ MASKS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 class Flex(NamedTuple):
-    """What FlexAttention is given: a mask, and a change of scores."""
+    """What FlexAttention is given: a mask, a change of scores, and sinks, which come to the sum after it."""
 
     mask_mod: Callable[..., Tensor]
     score_mod: Callable[..., Tensor] | None = None
+    sinks: Tensor | None = None
 
 
 def _flex_masks() -> dict[str, Flex]:
@@ -114,6 +119,7 @@ def _flex_masks() -> dict[str, Flex]:
         f"{SHAPE} causal, 8 documents": Flex(lambda b, h, q, k: (q >= k) & (documents[b, q] == documents[b, k])),
         f"{SHAPE} prefix 1024": Flex(lambda b, h, q, k: (q >= k) | (k < 1024)),
         f"{SHAPE} causal, chunks of 1024": Flex(lambda b, h, q, k: (q >= k) & (q // 1024 == k // 1024)),
+        f"{SHAPE} causal, sinks": Flex(causal, sinks=_sinks()),
         f"{SHAPE} causal, alibi": Flex(causal, lambda s, b, h, q, k: s - slopes[h] * (q - k)),
         f"{SHAPE} causal, window 1024": Flex(lambda b, h, q, k: (q >= k) & (q - k < 1024)),
         f"{SHAPE} causal, softcap 50": Flex(causal, lambda s, b, h, q, k: SOFTCAP * torch.tanh(s / SOFTCAP)),
@@ -195,8 +201,16 @@ def _valid_cache(call: AttentionCall) -> AttentionCall:
 def _flex(flex: Flex) -> Callable[[AttentionCall], Tensor]:
     """FlexAttention, compiled, with its block mask made beforehand."""
     blocks = create_block_mask(flex.mask_mod, BATCH, None, SEQLEN, SEQLEN, device=DEVICE)
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda call: compiled(call.q, call.k, call.v, flex.score_mod, block_mask=blocks, enable_gqa=True)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        options = {"block_mask": blocks, "enable_gqa": True}
+        if flex.sinks is None:
+            return flex_attention(q, k, v, flex.score_mod, **options)  # type: ignore[no-any-return]
+        o, lse = flex_attention(q, k, v, flex.score_mod, return_lse=True, **options)
+        return o * torch.sigmoid(lse - flex.sinks[:, None])[..., None].to(o.dtype)
+
+    compiled = torch.compile(attention, dynamic=False)
+    return lambda call: compiled(call.q, call.k, call.v)
 
 
 SCANS: dict[str, Callable[[int], Tensor]] = {

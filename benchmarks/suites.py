@@ -29,6 +29,7 @@ SUITES = {
         "B4 H32/8 S4000 D128 causal",
         "B4 H32/8 S4096 D128 full",
         "B2 H32/8 S3333 D128 full",
+        "B4 H32/8 S4096 D128 causal half",
         "B4 H32/8 S4096 D128 window 1024",
         "B1 H9/3 S4096 D64 causal",
     ],
@@ -74,7 +75,7 @@ SUITES = {
 }
 """Cases by suite; H is query heads / key and value heads, S the keys. But for prefill the last row sees all S keys, or
 the last ``window``, or the ``holds`` that a static cache of S holds, or as many as its sequence has, drawn from
-``from`` to S on a logarithmic scale."""
+``from`` to S on a logarithmic scale. All is bfloat16, or float16 where it says ``half``."""
 
 MOST_BUFFERS = 64
 EAGER_BYTES = 256 << 20
@@ -143,7 +144,8 @@ class Case(NamedTuple):
         if self.suite != "prefill":
             terms["q_offset"] = self._positions()
         sizes = (self.batch, self.num_heads, self.num_kv_heads, self.rows, self.seqlen, self.head_dim)
-        return random_call(*sizes, dtype=torch.bfloat16, device=DEVICE, seed=seed, **terms)
+        dtype = torch.float16 if "half" in self.words else torch.bfloat16
+        return random_call(*sizes, dtype=dtype, device=DEVICE, seed=seed, **terms)
 
     def _positions(self) -> Tensor:
         """Of the first row, on the device: one, or one per sequence where they differ."""
@@ -200,7 +202,9 @@ def _prefill(case: Case, call: AttentionCall) -> Implementations:
     found = {**_own(call), "cudnn": cudnn(additive if "window" in case.words else None)}
     if is_short:
         found["hf-eager"] = Implementation(partial(hf_eager, attn_mask=additive))
-    return found if "window" in case.words else {**found, "sdpa-flash": sdpa_flash(), **fa3_prefill()}
+    if "window" in case.words:
+        return found
+    return {**found, "sdpa-flash": sdpa_flash(), **({} if "half" in case.words else fa3_prefill())}
 
 
 def _decode(case: Case, call: AttentionCall) -> Implementations:
