@@ -15,6 +15,8 @@ The first block may stop at half of its keys: the upper 64 rows of a causal tile
 Products with K run one block ahead of those with V:  s(j) = q k(j)^T,  o += p(j-1) v(j-1),  p(j) = softmax(s(j)).
 
 Rows that see nothing keep m = LOWEST and l = 0; their output is zero.
+
+A mask is known here by the bounds of its rows. Tiles of which they do not say everything are left to triton.prefill.
 """
 
 from triton.experimental import gluon
@@ -78,7 +80,7 @@ def _producer(q, k, v, buffers, barriers, tiles, num_tiles, work, GROUP_SIZE: gl
         m_block, b, h = _tile(tile)
         tile = gl.load(tiles + i + 1)  # long before it is needed
         offset = _offset(q_offset, offset_stride, b)
-        lo, full_lo, full_hi, hi, _plain, _joined = tile_range(m_block, b, h, offset, work, BLOCK_M)
+        lo, full_lo, full_hi, hi, _end, _joined = tile_range(m_block, b, h, offset, work, BLOCK_M)
         last, num, _right, _left = key_blocks(lo, full_lo, full_hi, hi, BLOCK_N)
         mbarrier.wait(q_empty, (i & 1) ^ 1)
         mbarrier.expect(q_full, BLOCK_M * q_s.shape[4] * 2)
@@ -136,9 +138,9 @@ def _consumer(
     o, lse, buffers, barriers, tiles, num_tiles, work, terms, row_terms = shared
     q_s, k_s, v_s, o_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right, _, _ = work
+    num_heads, q_offset, offset_stride, seqlen_q, _, window_left, window_right, _, _ = work
     sm_scale, softcap, alibi_slopes, slopes_strides, sinks, sinks_strides = terms
-    key_bounds, _, key_padding, _ = row_terms
+    key_bounds, _ = row_terms
     STAGES: gl.constexpr = k_s.shape[0]
     BLOCK_N: gl.constexpr = k_s.shape[3]
     BLOCK_D: gl.constexpr = k_s.shape[4]
@@ -167,11 +169,9 @@ def _consumer(
         next_tile = gl.load(tiles + i + 1)  # long before it is needed
         m = m_block * BLOCK_M + WHICH * ROWS
         offset = _offset(q_offset, offset_stride, b)
-        lo, full_lo, full_hi, hi, plain, joined = tile_range(m_block, b, h, offset, work, BLOCK_M)
+        lo, full_lo, full_hi, hi, end, joined = tile_range(m_block, b, h, offset, work, BLOCK_M)
         last, num, right, left = key_blocks(lo, full_lo, full_hi, hi, BLOCK_N)
-        if key_padding is not None:  # holes between bounds: every block is read element by element
-            right, left = gl.where(plain, right, num), gl.where(plain, left, 0)
-        tile = (m_block * BLOCK_M, offset, b, h, lo, hi, plain, joined)
+        tile = (m_block * BLOCK_M, offset, b, h, lo, hi, joined)
         rows = m + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
         position = rows + offset
         start, stop = row_bounds(rows, position, b, h, work, row_terms)
@@ -185,7 +185,7 @@ def _consumer(
         mbarrier.wait(q_full, i & 1)
         mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
         k_tile, k_free, first = k_s.index(stage), k_empty.index(stage), last * BLOCK_N
-        sight = (position, start, stop, plain, b, seqlen_k, row_terms)
+        sight = (position, start, stop)
         if _stop(m, offset, window_right, hi) <= first + BLOCK_N // 2:
             m_i, p = first_block(
                 q_tile, k_tile, k_free, first, sight, sm_scale, softcap, slope, BLOCK_N // 2, S_LAYOUT, HAS_START
@@ -225,9 +225,9 @@ def _consumer(
                 s = scores(s, position, keys, sm_scale, softcap, slope)
                 if RUNS == 1:
                     if (j < right) | (j >= num - left):
-                        s = hide(s, keys, start, stop, plain, b, seqlen_k, row_terms, HAS_START)
+                        s = hide(s, keys, start, stop, HAS_START)
                 elif run != 1:
-                    s = hide(s, keys, start, stop, plain, b, seqlen_k, row_terms, HAS_START)
+                    s = hide(s, keys, start, stop, HAS_START)
                 m_i, alpha, p = softmax_step(s, m_i, scale)
                 l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None] + thread_sums(p)
                 acc = warpgroup_mma_wait(0, deps=[weighted])
@@ -258,7 +258,7 @@ def _consumer(
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
         if lse is not None:
             pointers = lse + (b.to(gl.int64) * num_heads + h) * seqlen_q + rows
-            gl.store(pointers, (m_i + gl.log2(l_i)) * LN2, mask=rows < seqlen_q)
+            gl.store(pointers, (m_i + gl.log2(l_i)) * LN2, mask=rows < end)
         inverse = gl.where(l_i > 0.0, 1.0 / l_i, 0.0)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))[:, None]
         o_buffer = o_s.index(WHICH)
@@ -266,7 +266,7 @@ def _consumer(
             store_wait(0)
         o_buffer.reshape((ROWS, BLOCK_DV)).store(acc.to(dtype))
         fence_async_shared()
-        if m < seqlen_q:
+        if m < end:
             store_tile(o, [b, h, m, 0], o_buffer)
         if SHARES_Q:
             store_wait(0)
@@ -288,7 +288,6 @@ def _prefill_hopper_kernel(
     sinks,  # [batch, num_heads], or None
     alibi_slopes,  # fp32 [batch, num_heads], or None
     key_bounds,  # int32 [batch, num_heads, seqlen_q, 3], or None
-    key_padding,  # bool [batch, seqlen_k], with bounds, or None
     ranges,  # int32 [batch, num_heads, blocks, 6] of ranges.py, with bounds, or None
     tiles,  # int64 [programs, max_tiles + 1]: batch << 48 | head << 32 | query block
     num_tiles,  # int32 [programs]
@@ -301,7 +300,6 @@ def _prefill_hopper_kernel(
     sinks_strides,
     slopes_strides,
     bounds_strides,
-    padding_strides,
     ranges_strides,
     num_heads,
     seqlen_q,
@@ -345,7 +343,7 @@ def _prefill_hopper_kernel(
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     band = (window_left, window_right, ranges, ranges_strides)
     work = (num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, band[0], band[1], band[2], band[3])
-    row_terms = (key_bounds, bounds_strides, key_padding, padding_strides)
+    row_terms = (key_bounds, bounds_strides)
     terms = (sm_scale, softcap, alibi_slopes, slopes_strides, sinks, sinks_strides)
     shared = (o, lse, buffers, barriers, own, mine, work, terms, row_terms)
     gl.warp_specialize(
