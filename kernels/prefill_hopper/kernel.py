@@ -15,6 +15,9 @@ The first block may stop at half of its keys: the upper 64 rows of a causal tile
 Products with K run one block ahead of those with V:  s(j) = q k(j)^T,  o += p(j-1) v(j-1),  p(j) = softmax(s(j)).
 
 Rows that see nothing keep m = LOWEST and l = 0; their output is zero.
+
+Packed sequences (cu_seqlens_q) lie one behind the other: a block that runs past the end of a sequence reads rows of the
+next one, which the mask hides and ``clean_values`` zeroes, and the last rows of a sequence are stored one by one.
 """
 
 from triton.experimental import gluon
@@ -55,6 +58,28 @@ def _tile(tile):
 
 
 @gluon.jit
+def _sequence(b, packing, seqlen_q, seqlen_k):
+    """Where a tile's sequence lies: index in the batch dimension of q and of K, first row and key, how many of each.
+
+    The first of all is its index among what there is per sequence. The rows of no sequence, behind the last, are one
+    more without keys.
+    """
+    cu_seqlens_q, cu_seqlens_k, batch = packing
+    if cu_seqlens_q is None:
+        return b, b, b, 0, 0, seqlen_q, seqlen_k
+    else:
+        real = min(b, batch - 1)
+        row = gl.load(cu_seqlens_q + b)
+        num_rows = gl.load(cu_seqlens_q + b + 1, mask=b < batch, other=seqlen_q) - row
+        if cu_seqlens_k is None:
+            return real, b * 0, real, row, 0, num_rows, gl.where(b < batch, seqlen_k, 0)
+        else:
+            key = gl.load(cu_seqlens_k + b)
+            num_keys = gl.load(cu_seqlens_k + b + 1, mask=b < batch, other=key) - key
+            return real, b * 0, b * 0, row, key, num_rows, num_keys
+
+
+@gluon.jit
 def _offset(q_offset, offset_stride, b):
     """Position of query row 0 among the keys; a pointer when ``offset_stride`` is not None."""
     if offset_stride is None:
@@ -64,11 +89,11 @@ def _offset(q_offset, offset_stride, b):
 
 
 @gluon.jit
-def _producer(q, k, v, buffers, barriers, tiles, num_tiles, work, GROUP_SIZE: gl.constexpr):
+def _producer(q, k, v, buffers, barriers, tiles, num_tiles, whole, packing, GROUP_SIZE: gl.constexpr):
     """Load every tile's Q once, and its K and V blocks into the ring."""
     q_s, k_s, v_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    _num_heads, q_offset, offset_stride, _, _, _, _, _, _ = work
+    _num_heads, q_offset, offset_stride, _, _, _, _, _, _ = whole
     STAGES: gl.constexpr = k_s.shape[0]
     BLOCK_N: gl.constexpr = k_s.shape[3]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -77,23 +102,25 @@ def _producer(q, k, v, buffers, barriers, tiles, num_tiles, work, GROUP_SIZE: gl
     for i in range(num_tiles):
         m_block, b, h = _tile(tile)
         tile = gl.load(tiles + i + 1)  # long before it is needed
+        b, b_q, b_k, row, key, seqlen_q, seqlen_k = _sequence(b, packing, whole[3], whole[4])
+        work = (whole[0], q_offset, offset_stride, seqlen_q, seqlen_k, whole[5], whole[6], whole[7], whole[8])
         offset = _offset(q_offset, offset_stride, b)
         lo, full_lo, full_hi, hi, _plain, _joined = tile_range(m_block, b, h, offset, work, BLOCK_M)
         last, num, _right, _left = key_blocks(lo, full_lo, full_hi, hi, BLOCK_N)
         mbarrier.wait(q_empty, (i & 1) ^ 1)
         mbarrier.expect(q_full, BLOCK_M * q_s.shape[4] * 2)
         for consumer in gl.static_range(CONSUMERS):
-            load_tile(q, [b, h, m_block * BLOCK_M + consumer * ROWS, 0], q_full, q_s.index(consumer))
+            load_tile(q, [b_q, h, row + m_block * BLOCK_M + consumer * ROWS, 0], q_full, q_s.index(consumer))
         for j in range(num):
             stage = count % STAGES
             phase = ((count // STAGES) & 1) ^ 1
-            n = (last - j) * BLOCK_N
+            n = key + (last - j) * BLOCK_N
             mbarrier.wait(k_empty.index(stage), phase)
             mbarrier.expect(k_full.index(stage), BLOCK_N * k_s.shape[4] * 2)
-            load_tile(k, [b, h // GROUP_SIZE, n, 0], k_full.index(stage), k_s.index(stage))
+            load_tile(k, [b_k, h // GROUP_SIZE, n, 0], k_full.index(stage), k_s.index(stage))
             mbarrier.wait(v_empty.index(stage), phase)
             mbarrier.expect(v_full.index(stage), BLOCK_N * v_s.shape[4] * 2)
-            load_tile(v, [b, h // GROUP_SIZE, n, 0], v_full.index(stage), v_s.index(stage))
+            load_tile(v, [b_k, h // GROUP_SIZE, n, 0], v_full.index(stage), v_s.index(stage))
             count += 1
 
 
@@ -113,6 +140,33 @@ def _stop(m, offset, window_right, hi):
 
 
 @gluon.jit
+def _store_tile(o, o_buffer, acc, b, h, row, stop, SHARES_Q: gl.constexpr):
+    """Store a tile that begins before row ``stop`` by TMA, which leaves out what lies behind the tensor's rows."""
+    if not SHARES_Q:
+        store_wait(0)
+    o_buffer.reshape((o_buffer.shape[2], o_buffer.shape[3])).store(acc.to(o_buffer.dtype))
+    fence_async_shared()
+    if row < stop:
+        store_tile(o, [b, h, row, 0], o_buffer)
+    if SHARES_Q:
+        store_wait(0)
+
+
+@gluon.jit
+def _store_rows(o_rows, acc, row, h, num_rows, num_heads, HEAD_DIM_V: gl.constexpr):
+    """Store the first rows of a tile that ends within them, from ``row`` of all sequences on."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    rows = gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
+    vectors = (row + rows).to(gl.int64) * num_heads + h
+    inside = (rows < num_rows)[:, None]
+    if acc.shape[1] > HEAD_DIM_V:
+        inside = inside & (columns < HEAD_DIM_V)[None, :]
+    pointers = o_rows + (vectors * HEAD_DIM_V)[:, None] + columns[None, :]
+    gl.store(pointers, acc.to(o_rows.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
 def _turn(token, ASM: gl.constexpr):
     """Wait for the turn at the tensor cores, or pass it on: one consumer exponentiates while the other multiplies.
 
@@ -127,16 +181,18 @@ def _consumer(
     shared,
     SHARES_Q: gl.constexpr,
     MAY_HOLD_ANYTHING: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
 ):
     """Attention of 64 rows of each tile.
 
     WHICH: of the consumers. shared: what both are given. SHARES_Q: whether the output leaves through the buffer of Q.
     MAY_HOLD_ANYTHING: whether there are keys that no row sees, so that they may be no numbers.
+    HEAD_DIM_V: of packed sequences, whose last rows are stored by pointers.
     """
-    o, lse, buffers, barriers, tiles, num_tiles, work, terms, row_terms = shared
+    o, o_rows, lse, buffers, barriers, tiles, num_tiles, whole, packing, terms, row_terms = shared
     q_s, k_s, v_s, o_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right, _, _ = work
+    num_heads, q_offset, offset_stride, total_q, total_k, window_left, window_right, _, _ = whole
     sm_scale, softcap, alibi_slopes, slopes_strides, sinks, sinks_strides = terms
     key_bounds, _, key_padding, _ = row_terms
     STAGES: gl.constexpr = k_s.shape[0]
@@ -166,6 +222,8 @@ def _consumer(
         m_block, b, h = _tile(next_tile)
         next_tile = gl.load(tiles + i + 1)  # long before it is needed
         m = m_block * BLOCK_M + WHICH * ROWS
+        b, b_q, _b_k, row, _key, seqlen_q, seqlen_k = _sequence(b, packing, total_q, total_k)
+        work = (num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right, whole[7], whole[8])
         offset = _offset(q_offset, offset_stride, b)
         lo, full_lo, full_hi, hi, plain, joined = tile_range(m_block, b, h, offset, work, BLOCK_M)
         last, num, right, left = key_blocks(lo, full_lo, full_hi, hi, BLOCK_N)
@@ -257,26 +315,24 @@ def _consumer(
             m_i = m_new
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
         if lse is not None:
-            pointers = lse + (b.to(gl.int64) * num_heads + h) * seqlen_q + rows
+            pointers = lse + (b_q.to(gl.int64) * num_heads + h) * total_q + row + rows
             gl.store(pointers, (m_i + gl.log2(l_i)) * LN2, mask=rows < seqlen_q)
         inverse = gl.where(l_i > 0.0, 1.0 / l_i, 0.0)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        o_buffer = o_s.index(WHICH)
-        if not SHARES_Q:
-            store_wait(0)
-        o_buffer.reshape((ROWS, BLOCK_DV)).store(acc.to(dtype))
-        fence_async_shared()
-        if m < seqlen_q:
-            store_tile(o, [b, h, m, 0], o_buffer)
+        if o_rows is None:
+            _store_tile(o, o_s.index(WHICH), acc, b_q, h, m, seqlen_q, SHARES_Q)
+        elif m + ROWS <= seqlen_q:
+            _store_tile(o, o_s.index(WHICH), acc, b_q, h, row + m, row + seqlen_q, SHARES_Q)
+        else:
+            _store_rows(o_rows, acc, row + m, h, seqlen_q - m, num_heads, HEAD_DIM_V)
         if SHARES_Q:
-            store_wait(0)
             mbarrier.arrive(q_empty, count=1)
     store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=[
-        *("q_offset", "window_left", "window_right", "num_heads", "seqlen_q", "seqlen_k", "max_tiles"),
+        *("q_offset", "window_left", "window_right", "num_heads", "seqlen_q", "seqlen_k", "max_tiles", "batch"),
     ]
 )
 def _prefill_hopper_kernel(
@@ -284,12 +340,15 @@ def _prefill_hopper_kernel(
     k,  # descriptor of [batch, num_kv_heads, seqlen_k, head_dim], blocks [1, 1, BLOCK_N, BLOCK_D]
     v,  # descriptor of [batch, num_kv_heads, seqlen_k, head_dim_v], blocks [1, 1, BLOCK_N, BLOCK_DV]
     o,  # descriptor of [batch, num_heads, seqlen_q, head_dim_v], blocks [1, 1, 64, BLOCK_DV]
+    o_rows,  # the same as a pointer, where sequences are packed, or None
     lse,  # fp32 [batch, num_heads, seqlen_q], contiguous, or None
     sinks,  # [batch, num_heads], or None
     alibi_slopes,  # fp32 [batch, num_heads], or None
     key_bounds,  # int32 [batch, num_heads, seqlen_q, 3], or None
     key_padding,  # bool [batch, seqlen_k], with bounds, or None
     ranges,  # int32 [batch, num_heads, blocks, 6] of ranges.py, with bounds, or None
+    cu_seqlens_q,  # int32 [batch + 1], or None
+    cu_seqlens_k,  # likewise
     tiles,  # int64 [programs, max_tiles + 1]: batch << 48 | head << 32 | query block
     num_tiles,  # int32 [programs]
     q_offset,  # int, or a pointer read with offset_stride
@@ -307,6 +366,7 @@ def _prefill_hopper_kernel(
     seqlen_q,
     seqlen_k,
     max_tiles,
+    batch,  # of packed sequences, or None
     GROUP_SIZE: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr,
@@ -314,6 +374,7 @@ def _prefill_hopper_kernel(
     STAGES: gl.constexpr,
     SHARES_Q: gl.constexpr,
     MAY_HOLD_ANYTHING: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,  # of packed sequences, or None
 ):
     """Output of the tiles of this program."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -347,12 +408,13 @@ def _prefill_hopper_kernel(
     work = (num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, band[0], band[1], band[2], band[3])
     row_terms = (key_bounds, bounds_strides, key_padding, padding_strides)
     terms = (sm_scale, softcap, alibi_slopes, slopes_strides, sinks, sinks_strides)
-    shared = (o, lse, buffers, barriers, own, mine, work, terms, row_terms)
+    packing = (cu_seqlens_q, cu_seqlens_k, batch)
+    shared = (o, o_rows, lse, buffers, barriers, own, mine, work, packing, terms, row_terms)
     gl.warp_specialize(
         [
-            (_consumer, (0, shared, SHARES_Q, MAY_HOLD_ANYTHING)),
-            (_consumer, (1, shared, SHARES_Q, MAY_HOLD_ANYTHING)),
-            (_producer, (q, k, v, (q_s, k_s, v_s), barriers, own, mine, work, GROUP_SIZE)),
+            (_consumer, (0, shared, SHARES_Q, MAY_HOLD_ANYTHING, HEAD_DIM_V)),
+            (_consumer, (1, shared, SHARES_Q, MAY_HOLD_ANYTHING, HEAD_DIM_V)),
+            (_producer, (q, k, v, (q_s, k_s, v_s), barriers, own, mine, work, packing, GROUP_SIZE)),
         ],
         [4, 1],
         [240, 24],
