@@ -76,11 +76,6 @@ def offset_stride(call: AttentionCall) -> int | None:
     return call.q_offset.stride(0) if call.q_offset.numel() > 1 else 0
 
 
-def per_head(x: Tensor | None, call: AttentionCall) -> Tensor | None:
-    """``[num_heads]`` or ``[batch, num_heads]`` as the latter, a view."""
-    return None if x is None else x.expand(call.batch, call.num_heads)
-
-
 def per_head_strides(x: Tensor | None) -> tuple[int, int] | None:
     """Strides over batch and head of ``[num_heads]`` or ``[batch, num_heads]``; None for None."""
     return None if x is None else (x.stride(0) if x.dim() == 2 else 0, x.stride(-1))

@@ -37,7 +37,8 @@ DESCRIPTOR = {
     256: PrefillConfig(128, 64, 8, 2),
 }
 
-# Beside a mask with bounds, whose tile of 64 x 128 spills: 0.78 ms to 0.91, causal, and 3.6 to 4.3 with holes.
+# Beside a mask with bounds, whose tile of 64 x 128 spills: 0.78 ms to 0.91, causal, and 3.6 to 4.3 with holes; beside
+# padding with bounds it spills too.
 DESCRIPTOR_MASKED = {**DESCRIPTOR, 64: PrefillConfig(64, 64, 4, 3, 168)}
 
 # By pointers, which cost registers, 16 bit; within the 99 KiB that every chip from 8.0 on grants a program. On the
@@ -61,12 +62,12 @@ def choose_config(call: AttentionCall, descriptors: bool) -> PrefillConfig:
     if call.q.device.type == "cpu":
         return INTERPRETED
     width = padded_width(max(call.head_dim, call.head_dim_v))
-    masked = call.attn_mask is not None and call.key_bounds is not None
+    masked = (call.attn_mask is not None or call.key_padding is not None) and call.key_bounds is not None
     return table(call.q.dtype, descriptors, masked)[max(width, 64)]
 
 
 def table(dtype: torch.dtype, descriptors: bool, masked: bool = False) -> dict[int, PrefillConfig]:
-    """The tile shapes of one dtype and one way of reading K and V; ``masked`` by attn_mask and bounds."""
+    """The tile shapes of one dtype and one way of reading K and V; ``masked`` beside bounds."""
     if dtype == torch.float32:
         return FLOAT32
     if not descriptors:

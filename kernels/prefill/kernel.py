@@ -13,6 +13,8 @@ Band (causal, window, offset) and bounds cut the keys into three runs, and keys 
 A mask or padding makes all of it run 1, but where the bounds of every row are plain.
 The unmasked run comes last: before another loop, ptxas serialises its products (tests/kernels/test_sass.py).
 
+Where ``done`` says which tiles another kernel computes, programs stay and walk the others.
+
 Letters: b batch, h query head, m query row, n key, d head dim.
 """
 
@@ -41,16 +43,16 @@ from attnpatch.kernels.common.primitives import (
 
 
 @triton.jit
-def _program_tile(seqlen_q, total_heads, heads_per_section, BLOCK_M: tl.constexpr):
-    """Query block and flat head of this program.
+def _program_tile(program, seqlen_q, total_heads, heads_per_section, BLOCK_M: tl.constexpr):
+    """Query block and flat head of a program.
 
     Heads go in sections whose K and V fit L2; inside one, the last query blocks, which see most keys, come first.
     """
     num_blocks = tl.cdiv(seqlen_q, BLOCK_M)
-    section = tl.program_id(0) // (num_blocks * heads_per_section)
+    section = program // (num_blocks * heads_per_section)
     first_head = section * heads_per_section
     heads = tl.minimum(heads_per_section, total_heads - first_head)
-    rank = tl.program_id(0) - first_head * num_blocks
+    rank = program - first_head * num_blocks
     return num_blocks - 1 - rank // heads, first_head + rank % heads
 
 
@@ -104,43 +106,25 @@ def _key_runs(lo, full_lo, full_hi, hi, elementwise, BLOCK_N: tl.constexpr):
     return (lo, full_hi, full_lo), (full_lo, hi, full_hi)
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("q_offset", "window_left", "window_right"),
-        *("num_heads", "total_heads", "heads_per_section", "seqlen_q", "seqlen_k"),
-    ]
-)
-def _prefill_kernel(
-    q,  # [batch, num_heads, seqlen_q, HEAD_DIM]
-    k,  # [batch, num_kv_heads, seqlen_k, HEAD_DIM], pointer or tensor descriptor (strides None)
-    v,  # [batch, num_kv_heads, seqlen_k, HEAD_DIM_V], likewise
-    attn_mask,  # bool or additive [batch, num_heads, seqlen_q, seqlen_k], or None
-    key_padding,  # bool [batch, seqlen_k], or None
-    key_bounds,  # int32 [batch, num_heads, seqlen_q, 3], or None
-    sinks,  # [batch, num_heads], or None
-    alibi_slopes,  # fp32 [batch, num_heads], or None
-    q_offset,  # int, or a pointer read with offset_stride
-    o,  # [batch, num_heads, seqlen_q, HEAD_DIM_V]
-    lse,  # fp32 [batch, num_heads, seqlen_q], contiguous, or None
-    sm_scale,
-    softcap,
-    window_left,
-    window_right,
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_strides,
-    padding_strides,
-    bounds_strides,
-    sinks_strides,
-    slopes_strides,
-    offset_stride,
-    o_strides,
-    num_heads,
-    total_heads,
-    heads_per_section,
-    seqlen_q,
-    seqlen_k,
+@triton.jit
+def _is_left(program, done, done_strides, num_heads, place, BLOCK_M: tl.constexpr, DONE_ROWS: tl.constexpr):
+    """Whether no other kernel computes the tile of a program, or of each of several."""
+    seqlen_q, total_heads, heads_per_section = place
+    m_block, flat_head = _program_tile(program, seqlen_q, total_heads, heads_per_section, BLOCK_M)
+    b, h, tile = flat_head // num_heads, flat_head % num_heads, m_block * BLOCK_M // DONE_ROWS
+    return tl.load(done + b * done_strides[0] + h * done_strides[1] + tile * done_strides[2]) == 0
+
+
+@triton.jit
+def _attend(
+    m_block,
+    flat_head,
+    tensors,
+    terms,
+    band,
+    row_strides,
+    term_strides,
+    sizes,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -150,7 +134,13 @@ def _prefill_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Output of BLOCK_M query rows of one head."""
+    """Output of BLOCK_M query rows of one head; arguments are the kernel's."""
+    q, k, v, o, lse = tensors
+    attn_mask, key_padding, key_bounds, sinks, alibi_slopes, sm_scale, softcap = terms
+    q_offset, offset_stride, window_left, window_right = band
+    q_strides, k_strides, v_strides, o_strides = row_strides
+    mask_strides, padding_strides, bounds_strides, sinks_strides, slopes_strides = term_strides
+    num_heads, seqlen_q, seqlen_k = sizes
     HAS_TILE_TERMS: tl.constexpr = attn_mask is not None or key_padding is not None
     HAS_BIAS: tl.constexpr = attn_mask is not None and attn_mask.dtype.element_ty != tl.int1
     MAY_HIDE: tl.constexpr = (
@@ -160,7 +150,6 @@ def _prefill_kernel(
     FIRST_RUN: tl.constexpr = 1 if key_bounds is None and (HAS_TILE_TERMS or window_left is None) else 0
     LAST_RUN: tl.constexpr = 1 if key_bounds is None and HAS_TILE_TERMS else 2
 
-    m_block, flat_head = _program_tile(seqlen_q, total_heads, heads_per_section, BLOCK_M)
     b, h = flat_head // num_heads, flat_head % num_heads
     h_kv = h // GROUP_SIZE
     m = m_block * BLOCK_M
@@ -228,3 +217,86 @@ def _prefill_kernel(
     if lse is not None:
         tl.store(lse + flat_head.to(tl.int64) * seqlen_q + rows, natural_lse(m_i, l_i), mask=rows < seqlen_q)
     store_rows(o, o_strides, b, h, m, seqlen_q, normalised(acc, l_i), HEAD_DIM_V, BLOCK_M, BLOCK_DV)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("q_offset", "window_left", "window_right"),
+        *("num_heads", "total_heads", "heads_per_section", "seqlen_q", "seqlen_k"),
+    ]
+)
+def _prefill_kernel(
+    q,  # [batch, num_heads, seqlen_q, HEAD_DIM]
+    k,  # [batch, num_kv_heads, seqlen_k, HEAD_DIM], pointer or tensor descriptor (strides None)
+    v,  # [batch, num_kv_heads, seqlen_k, HEAD_DIM_V], likewise
+    attn_mask,  # bool or additive [batch, num_heads, seqlen_q, seqlen_k], or None
+    key_padding,  # bool [batch, seqlen_k], or None
+    key_bounds,  # int32 [batch, num_heads, seqlen_q, 3], or None
+    sinks,  # [batch, num_heads], or None
+    alibi_slopes,  # fp32 [batch, num_heads], or None
+    q_offset,  # int, or a pointer read with offset_stride
+    o,  # [batch, num_heads, seqlen_q, HEAD_DIM_V]
+    lse,  # fp32 [batch, num_heads, seqlen_q], contiguous, or None
+    done,  # int32 [batch, num_heads, tiles]: not 0 where another kernel computes those DONE_ROWS rows; or None
+    sm_scale,
+    softcap,
+    window_left,
+    window_right,
+    q_strides,
+    k_strides,
+    v_strides,
+    mask_strides,
+    padding_strides,
+    bounds_strides,
+    sinks_strides,
+    slopes_strides,
+    offset_stride,
+    o_strides,
+    done_strides,
+    num_heads,
+    total_heads,
+    heads_per_section,
+    seqlen_q,
+    seqlen_k,
+    GROUP_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    DONE_ROWS: tl.constexpr,
+    LOOK: tl.constexpr = 64,  # tiles of its share that a program looks at together
+):
+    """Output of this program's tile; with ``done``, of all that are left of its share."""
+    tensors = (q, k, v, o, lse)
+    terms = (attn_mask, key_padding, key_bounds, sinks, alibi_slopes, sm_scale, softcap)
+    band = (q_offset, offset_stride, window_left, window_right)
+    row_strides = (q_strides, k_strides, v_strides, o_strides)
+    term_strides = (mask_strides, padding_strides, bounds_strides, sinks_strides, slopes_strides)
+    sizes = (num_heads, seqlen_q, seqlen_k)
+    if done is None:
+        m_block, flat_head = _program_tile(tl.program_id(0), seqlen_q, total_heads, heads_per_section, BLOCK_M)
+        _attend(
+            m_block, flat_head, tensors, terms, band, row_strides, term_strides, sizes,
+            GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+    else:
+        place = (seqlen_q, total_heads, heads_per_section)
+        total = tl.cdiv(seqlen_q, BLOCK_M) * total_heads
+        num_left = 0
+        for first in tl.range(tl.program_id(0), total, LOOK * tl.num_programs(0)):
+            share = first + tl.num_programs(0) * tl.arange(0, LOOK)
+            share = tl.where(share < total, share, first)
+            left = _is_left(share, done, done_strides, num_heads, place, BLOCK_M, DONE_ROWS)
+            num_left += tl.sum(left.to(tl.int32))
+        stop = tl.where(num_left > 0, total, 0)  # most often nothing is left: programs should end at once
+        # what is hoisted out of this loop lives in registers through those over keys, and spills
+        for program in tl.range(tl.program_id(0), stop, tl.num_programs(0), disable_licm=True):
+            if _is_left(program, done, done_strides, num_heads, place, BLOCK_M, DONE_ROWS):
+                m_block, flat_head = _program_tile(program, seqlen_q, total_heads, heads_per_section, BLOCK_M)
+                _attend(
+                    m_block, flat_head, tensors, terms, band, row_strides, term_strides, sizes,
+                    GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, PRECISION, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+                )  # fmt: skip

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import torch
+from functools import partial
+from typing import Any
+
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attnpatch.attention_call import AttentionCall
+from attnpatch.kernels.common.launcher import Described, Launch
 from attnpatch.kernels.common.support import (
     capability,
     offset_stride,
     padded_width,
-    per_head,
+    per_head_strides,
+    planned,
     precision,
     strides,
 )
@@ -21,6 +25,9 @@ from attnpatch.kernels.prefill.kernel import _prefill_kernel
 SECTION_BYTES = 16 << 20
 """K and V of the heads that run side by side: they should stay in L2. H200, head_dim 128, 128 x 128 tiles: 1.29 ms at
 16 MiB, 1.36 at 32, 1.45 at 64."""
+
+_INPUTS = ("q", "k", "v", "attn_mask", "key_padding", "key_bounds", "sinks", "alibi_slopes", "q_offset", "lse")
+"""Fields of the call that the kernel takes."""
 
 
 def prefill(call: AttentionCall, config: PrefillConfig | None = None) -> Tensor:
@@ -34,46 +41,72 @@ def prefill(call: AttentionCall, config: PrefillConfig | None = None) -> Tensor:
         ``[batch, num_heads, seqlen_q, head_dim_v]`` in the layout of ``AttentionCall.empty_output``.
     """
     o = call.empty_output()
-    if o.numel() == 0:
-        return o
-    descriptors = uses_descriptors(call)
-    config = config or choose_config(call, descriptors)
-    k, k_strides = _rows_argument(call.k, config.BLOCK_N, descriptors)
-    v, v_strides = _rows_argument(call.v, config.BLOCK_N, descriptors)
-    sinks, alibi_slopes = per_head(call.sinks, call), per_head(call.alibi_slopes, call)
-    total_heads = call.batch * call.num_heads
-    with torch.cuda.device_of(call.q):
-        _prefill_kernel[(-(-call.seqlen_q // config.BLOCK_M) * total_heads,)](
-            *(call.q, k, v, call.attn_mask, call.key_padding, call.key_bounds, sinks, alibi_slopes, call.q_offset),
-            *(o, call.lse),
-            sm_scale=call.sm_scale,
-            softcap=call.softcap,
-            window_left=call.window_left,
-            window_right=call.window_right,
-            q_strides=call.q.stride(),
-            k_strides=k_strides,
-            v_strides=v_strides,
-            mask_strides=strides(call.attn_mask),
-            padding_strides=strides(call.key_padding),
-            bounds_strides=strides(call.key_bounds),
-            sinks_strides=strides(sinks),
-            slopes_strides=strides(alibi_slopes),
-            offset_stride=offset_stride(call),
-            o_strides=o.stride(),
-            num_heads=call.num_heads,
-            total_heads=total_heads,
-            heads_per_section=_heads_per_section(call),
-            seqlen_q=call.seqlen_q,
-            seqlen_k=call.seqlen_k,
-            GROUP_SIZE=call.group_size,
-            HEAD_DIM=call.head_dim,
-            HEAD_DIM_V=call.head_dim_v,
-            PRECISION=precision(call.q.dtype),
-            BLOCK_D=padded_width(call.head_dim),
-            BLOCK_DV=padded_width(call.head_dim_v),
-            **config.options(),
-        )
+    if o.numel() > 0:
+        planned(_launch, call, config, uses_descriptors(call), precision(call.q.dtype))(call, o)
     return o
+
+
+def _launch(call: AttentionCall, config: PrefillConfig | None, descriptors: bool, precision: str) -> Launch:
+    config = config or choose_config(call, descriptors)
+    programs = -(-call.seqlen_q // config.BLOCK_M) * call.batch * call.num_heads
+    undone = {"done": None, "done_strides": None, "DONE_ROWS": None}
+    return prefill_launch(call, config, descriptors, precision, programs, ("o",), **undone)
+
+
+def prefill_launch(
+    call: AttentionCall,
+    config: PrefillConfig,
+    descriptors: bool,
+    precision: str,
+    programs: int,
+    makes: tuple[str, ...],
+    **done: Any,
+) -> Launch:
+    """The kernel on ``call``.
+
+    Args:
+        call: any call that the backend does not refuse.
+        config: tile shapes.
+        descriptors: whether K and V are read by TMA.
+        precision: of ``support.precision``.
+        programs: one per tile; with ``done`` any number.
+        makes: names of the tensors given beside the call: "o", behind "done" where another kernel computes some tiles.
+        done: what else the kernel takes of its name.
+    """
+    return Launch(
+        _prefill_kernel,
+        programs,
+        call,
+        _INPUTS,
+        makes,
+        described={name: _described(x, config.BLOCK_N) for name, x in (("k", call.k), ("v", call.v)) if descriptors},
+        sm_scale=call.sm_scale,
+        softcap=call.softcap,
+        window_left=call.window_left,
+        window_right=call.window_right,
+        q_strides=call.q.stride(),
+        k_strides=None if descriptors else call.k.stride(),
+        v_strides=None if descriptors else call.v.stride(),
+        mask_strides=strides(call.attn_mask),
+        padding_strides=strides(call.key_padding),
+        bounds_strides=strides(call.key_bounds),
+        sinks_strides=per_head_strides(call.sinks),
+        slopes_strides=per_head_strides(call.alibi_slopes),
+        offset_stride=offset_stride(call),
+        o_strides=call.empty_output().stride(),
+        num_heads=call.num_heads,
+        total_heads=call.batch * call.num_heads,
+        heads_per_section=_heads_per_section(call),
+        seqlen_q=call.seqlen_q,
+        seqlen_k=call.seqlen_k,
+        GROUP_SIZE=call.group_size,
+        HEAD_DIM=call.head_dim,
+        HEAD_DIM_V=call.head_dim_v,
+        PRECISION=precision,
+        BLOCK_D=padded_width(call.head_dim),
+        BLOCK_DV=padded_width(call.head_dim_v),
+        **(done | config.options()),
+    )
 
 
 def _heads_per_section(call: AttentionCall) -> int:
@@ -93,12 +126,10 @@ def fits_descriptor(x: Tensor) -> bool:
     return x.numel() > 0 and x.stride(3) == 1 and aligned and x.data_ptr() % 16 == 0
 
 
-def _rows_argument(x: Tensor, rows: int, descriptor: bool) -> tuple[Tensor | TensorDescriptor, tuple[int, ...] | None]:
-    """A tensor descriptor that reads ``rows`` rows, and None; or ``x`` itself and its strides."""
-    if not descriptor:
-        return x, x.stride()
+def _described(x: Tensor, rows: int) -> Described:
+    """What reads ``rows`` rows of K or V."""
     block = [1, 1, rows, padded_width(x.shape[3])]
-    return TensorDescriptor(x, list(x.shape), list(_descriptor_strides(x)), block), None
+    return partial(TensorDescriptor, shape=list(x.shape), strides=list(_descriptor_strides(x)), block_shape=block)
 
 
 def _descriptor_strides(x: Tensor) -> tuple[int, ...]:

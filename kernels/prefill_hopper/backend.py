@@ -50,10 +50,12 @@ def _triton() -> str:
 def _terms(call: AttentionCall) -> str | None:
     if call.q.dtype == torch.float32:
         return "float32 is multiplied exactly by triton.prefill alone"
-    if call.attn_mask is not None:
+    if call.attn_mask is not None and call.attn_mask.dtype != torch.bool:
         return f"an attn_mask, here {call.attn_mask.dtype}, is streamed by triton.prefill alone"
     if call.batch == 0:
         return "no sequence is packed"
+    if call.attn_mask is not None and call.key_bounds is None and call.num_heads > 1 and call.attn_mask.stride(1) != 0:
+        return "an attn_mask of its own for each head comes without key_bounds, and a scan of it takes too long"
     if call.batch >= MAX_BATCH or call.num_heads >= MAX_HEADS:
         return f"{call.batch} sequences of {call.num_heads} heads are not below {MAX_BATCH} of {MAX_HEADS}"
     return None

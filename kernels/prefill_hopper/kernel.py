@@ -18,6 +18,8 @@ Rows that see nothing keep m = LOWEST and l = 0; their output is zero.
 
 Packed sequences (cu_seqlens_q) lie one behind the other: a block that runs past the end of a sequence reads rows of the
 next one, which the mask hides and ``clean_values`` zeroes, and the last rows of a sequence are stored one by one.
+
+A mask is known here by the bounds of its rows. Tiles of which they do not say everything are left to triton.prefill.
 """
 
 from triton.experimental import gluon
@@ -105,7 +107,7 @@ def _producer(q, k, v, buffers, barriers, tiles, num_tiles, whole, packing, GROU
         b, b_q, b_k, row, key, seqlen_q, seqlen_k = _sequence(b, packing, whole[3], whole[4])
         work = (whole[0], q_offset, offset_stride, seqlen_q, seqlen_k, whole[5], whole[6], whole[7], whole[8])
         offset = _offset(q_offset, offset_stride, b)
-        lo, full_lo, full_hi, hi, _plain, _joined = tile_range(m_block, b, h, offset, work, BLOCK_M)
+        lo, full_lo, full_hi, hi, _end, _joined = tile_range(m_block, b, h, offset, work, BLOCK_M)
         last, num, _right, _left = key_blocks(lo, full_lo, full_hi, hi, BLOCK_N)
         mbarrier.wait(q_empty, (i & 1) ^ 1)
         mbarrier.expect(q_full, BLOCK_M * q_s.shape[4] * 2)
@@ -194,7 +196,7 @@ def _consumer(
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     num_heads, q_offset, offset_stride, total_q, total_k, window_left, window_right, _, _ = whole
     sm_scale, softcap, alibi_slopes, slopes_strides, sinks, sinks_strides = terms
-    key_bounds, _, key_padding, _ = row_terms
+    key_bounds, _ = row_terms
     STAGES: gl.constexpr = k_s.shape[0]
     BLOCK_N: gl.constexpr = k_s.shape[3]
     BLOCK_D: gl.constexpr = k_s.shape[4]
@@ -225,11 +227,9 @@ def _consumer(
         b, b_q, _b_k, row, _key, seqlen_q, seqlen_k = _sequence(b, packing, total_q, total_k)
         work = (num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right, whole[7], whole[8])
         offset = _offset(q_offset, offset_stride, b)
-        lo, full_lo, full_hi, hi, plain, joined = tile_range(m_block, b, h, offset, work, BLOCK_M)
+        lo, full_lo, full_hi, hi, end, joined = tile_range(m_block, b, h, offset, work, BLOCK_M)
         last, num, right, left = key_blocks(lo, full_lo, full_hi, hi, BLOCK_N)
-        if key_padding is not None:  # holes between bounds: every block is read element by element
-            right, left = gl.where(plain, right, num), gl.where(plain, left, 0)
-        tile = (m_block * BLOCK_M, offset, b, h, lo, hi, plain, joined)
+        tile = (m_block * BLOCK_M, offset, b, h, lo, hi, joined)
         rows = m + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
         position = rows + offset
         start, stop = row_bounds(rows, position, b, h, work, row_terms)
@@ -243,7 +243,7 @@ def _consumer(
         mbarrier.wait(q_full, i & 1)
         mbarrier.wait(k_full.index(stage), (count // STAGES) & 1)
         k_tile, k_free, first = k_s.index(stage), k_empty.index(stage), last * BLOCK_N
-        sight = (position, start, stop, plain, b, seqlen_k, row_terms)
+        sight = (position, start, stop)
         if _stop(m, offset, window_right, hi) <= first + BLOCK_N // 2:
             m_i, p = first_block(
                 q_tile, k_tile, k_free, first, sight, sm_scale, softcap, slope, BLOCK_N // 2, S_LAYOUT, HAS_START
@@ -283,9 +283,9 @@ def _consumer(
                 s = scores(s, position, keys, sm_scale, softcap, slope)
                 if RUNS == 1:
                     if (j < right) | (j >= num - left):
-                        s = hide(s, keys, start, stop, plain, b, seqlen_k, row_terms, HAS_START)
+                        s = hide(s, keys, start, stop, HAS_START)
                 elif run != 1:
-                    s = hide(s, keys, start, stop, plain, b, seqlen_k, row_terms, HAS_START)
+                    s = hide(s, keys, start, stop, HAS_START)
                 m_i, alpha, p = softmax_step(s, m_i, scale)
                 l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None] + thread_sums(p)
                 acc = warpgroup_mma_wait(0, deps=[weighted])
@@ -316,15 +316,15 @@ def _consumer(
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
         if lse is not None:
             pointers = lse + (b_q.to(gl.int64) * num_heads + h) * total_q + row + rows
-            gl.store(pointers, (m_i + gl.log2(l_i)) * LN2, mask=rows < seqlen_q)
+            gl.store(pointers, (m_i + gl.log2(l_i)) * LN2, mask=rows < end)
         inverse = gl.where(l_i > 0.0, 1.0 / l_i, 0.0)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))[:, None]
         if o_rows is None:
-            _store_tile(o, o_s.index(WHICH), acc, b_q, h, m, seqlen_q, SHARES_Q)
-        elif m + ROWS <= seqlen_q:
-            _store_tile(o, o_s.index(WHICH), acc, b_q, h, row + m, row + seqlen_q, SHARES_Q)
+            _store_tile(o, o_s.index(WHICH), acc, b_q, h, m, end, SHARES_Q)
+        elif m + ROWS <= end:
+            _store_tile(o, o_s.index(WHICH), acc, b_q, h, row + m, row + end, SHARES_Q)
         else:
-            _store_rows(o_rows, acc, row + m, h, seqlen_q - m, num_heads, HEAD_DIM_V)
+            _store_rows(o_rows, acc, row + m, h, end - m, num_heads, HEAD_DIM_V)
         if SHARES_Q:
             mbarrier.arrive(q_empty, count=1)
     store_wait(0)
@@ -345,7 +345,6 @@ def _prefill_hopper_kernel(
     sinks,  # [batch, num_heads], or None
     alibi_slopes,  # fp32 [batch, num_heads], or None
     key_bounds,  # int32 [batch, num_heads, seqlen_q, 3], or None
-    key_padding,  # bool [batch, seqlen_k], with bounds, or None
     ranges,  # int32 [batch, num_heads, blocks, 6] of ranges.py, with bounds, or None
     cu_seqlens_q,  # int32 [batch + 1], or None
     cu_seqlens_k,  # likewise
@@ -360,7 +359,6 @@ def _prefill_hopper_kernel(
     sinks_strides,
     slopes_strides,
     bounds_strides,
-    padding_strides,
     ranges_strides,
     num_heads,
     seqlen_q,
@@ -406,7 +404,7 @@ def _prefill_hopper_kernel(
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     band = (window_left, window_right, ranges, ranges_strides)
     work = (num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, band[0], band[1], band[2], band[3])
-    row_terms = (key_bounds, bounds_strides, key_padding, padding_strides)
+    row_terms = (key_bounds, bounds_strides)
     terms = (sm_scale, softcap, alibi_slopes, slopes_strides, sinks, sinks_strides)
     packing = (cu_seqlens_q, cu_seqlens_k, batch)
     shared = (o, o_rows, lse, buffers, barriers, own, mine, work, packing, terms, row_terms)

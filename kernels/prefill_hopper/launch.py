@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnpatch.attention_call import AttentionCall, new_output
 from attnpatch.kernels.common.launcher import Described, Launch
-from attnpatch.kernels.common.support import offset_stride, padded_width, per_head_strides, planned, strides
+from attnpatch.kernels.common.support import (
+    offset_stride,
+    padded_width,
+    per_head_strides,
+    planned,
+    precision,
+    strides,
+)
+from attnpatch.kernels.prefill.configs import choose_config as choose_rest
+from attnpatch.kernels.prefill.launch import prefill_launch
 from attnpatch.kernels.prefill_hopper.configs import CONFIGS, HopperConfig
 from attnpatch.kernels.prefill_hopper.kernel import CONSUMERS, ROWS, _prefill_hopper_kernel
 from attnpatch.kernels.prefill_hopper.masks import key_blocks, seen_keys
@@ -20,6 +29,7 @@ from attnpatch.kernels.prefill_hopper.packed import Dealt, dealing_launch, dealt
 from attnpatch.kernels.prefill_hopper.ranges import FIELDS, _ranges_kernel
 from attnpatch.kernels.prefill_hopper.schedule import TILE_COST
 from attnpatch.kernels.prefill_hopper.tables import Table, table
+from attnpatch.masking import without_repeats
 
 SECTION_BYTES = 8 << 20
 """K and V of the heads that run side by side: they should stay in L2. On an H200 (2026-11-30) 32 MiB were 1 to 3 %
@@ -29,7 +39,7 @@ BLOCK_M = CONSUMERS.value * ROWS.value
 
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
-_INPUTS = ("q", "k", "v", "lse", "sinks", "alibi_slopes", "key_bounds", "key_padding", "q_offset")
+_INPUTS = ("q", "k", "v", "lse", "sinks", "alibi_slopes", "key_bounds", "q_offset")
 """Fields of the call that the kernel takes."""
 
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k")
@@ -40,8 +50,8 @@ class Launches(NamedTuple):
     """What a call launches, and what it allocates.
 
     Args:
-        launch: the kernel, behind the one that finds the ranges of its tiles where there are bounds. None where the
-            output is empty.
+        launch: the kernel, behind the one that finds the ranges of its tiles where there are bounds, and before
+            triton.prefill's on the tiles that it leaves where there are masks. None where the output is empty.
         output: shape and strides of ``AttentionCall.empty_output``.
         ranges: shape of the ranges; None without bounds.
         table: the tiles of each program; None where they are packed.
@@ -76,11 +86,19 @@ def prefill_hopper(call: AttentionCall) -> Tensor:
 
 
 def _with_bounds(call: AttentionCall) -> AttentionCall:
-    """Padding with its bounds, by which whole blocks are left out."""
-    if call.key_padding is None or call.key_bounds is not None:
+    """Masks with their bounds, which are all that the kernel knows of them."""
+    if call.key_bounds is not None:
         return call
-    bounds = torch.ops.attnpatch.key_bounds(call.key_padding[:, None, None, :])
-    return call._replace(key_bounds=bounds.expand(call.batch, call.num_heads, call.seqlen_q, 3))
+    found = [torch.ops.attnpatch.key_bounds(mask) for mask in _masks(call)]
+    if not found:
+        return call
+    return call._replace(key_bounds=reduce(torch.minimum, found).expand(call.batch, call.num_heads, call.seqlen_q, 3))
+
+
+def _masks(call: AttentionCall) -> list[Tensor]:
+    """``[b, h, q, seqlen_k]`` each, with size 1 where it is the same."""
+    masks = [] if call.attn_mask is None else [without_repeats(call.attn_mask)]
+    return masks if call.key_padding is None else [*masks, call.key_padding[:, None, None, :]]
 
 
 def _aligned(call: AttentionCall) -> AttentionCall:
@@ -104,8 +122,9 @@ def _launches(call: AttentionCall) -> Launches:
         return _packed_launches(call, config, o)
     tiles = _table(call, config.BLOCK_N)
     ranges = None if call.key_bounds is None else ranges_shape(call, BLOCK_M)
+    rest = None if ranges is None or not _masks(call) else _rest(call, ranges, tiles)
     makes = (*(() if ranges is None else ("ranges",)), "o", "tiles", "num_tiles")
-    launch = _attention(call, config, o, ranges, tiles, makes)
+    launch = _attention(call, config, o, ranges, tiles, makes, rest)
     return Launches(launch if ranges is None else ranges_launch(call, ranges, BLOCK_M, launch), output, ranges, tiles)
 
 
@@ -145,6 +164,7 @@ def ranges_launch(call: AttentionCall, shape: tuple[int, ...], block_m: int, the
         window_left=call.window_left,
         window_right=call.window_right,
         FIELDS=FIELDS,
+        HAS_MASKS=bool(_masks(call)),
         BLOCK_M=block_m,
         num_warps=4,
     )
@@ -157,6 +177,7 @@ def _attention(
     ranges: tuple[int, ...] | None,
     tiles: Table | Dealt,
     makes: tuple[str | None, ...],
+    then: Launch | None = None,
 ) -> Launch:
     packed = call.cu_seqlens_q is not None
     width, width_v = padded_width(call.head_dim), padded_width(call.head_dim_v)
@@ -167,6 +188,7 @@ def _attention(
         call,
         (*_INPUTS, *_PACKING),
         makes,
+        then,
         described={
             "q": _described(call.q, ROWS.value, width),
             "k": _described(call.k, config.BLOCK_N, width),
@@ -183,7 +205,6 @@ def _attention(
         sinks_strides=per_head_strides(call.sinks),
         slopes_strides=per_head_strides(call.alibi_slopes),
         bounds_strides=strides(call.key_bounds),
-        padding_strides=strides(call.key_padding),
         ranges_strides=_ranges_strides(ranges),
         num_heads=call.num_heads,
         seqlen_q=call.seqlen_q,
@@ -200,6 +221,14 @@ def _attention(
         HEAD_DIM_V=call.head_dim_v if packed else None,
         num_warps=4,
     )
+
+
+def _rest(call: AttentionCall, ranges: tuple[int, ...], tiles: Table) -> Launch:
+    """triton.prefill on the tiles that the kernel leaves: of their rows not all are plain."""
+    config = choose_rest(call, descriptors=True)
+    programs = tiles.programs * max(1, BLOCK_M // config.BLOCK_M)  # as many fit the device
+    done = {"done_strides": _ranges_strides(ranges), "DONE_ROWS": BLOCK_M}
+    return prefill_launch(call, config, True, precision(call.q.dtype), programs, ("done", "o"), **done)
 
 
 def _described(x: Tensor, rows: int, width: int) -> Described:

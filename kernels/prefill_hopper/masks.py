@@ -37,25 +37,28 @@ def key_blocks(lo, full_lo, full_hi, hi, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def tile_range(m_block, b, h, offset, work, BLOCK_M: gl.constexpr):
-    """What :func:`seen_keys` returns, whether rows are plain and leave no gap: from the table where there is one."""
+    """What :func:`seen_keys` returns, the row to stop before, and whether rows leave no gap.
+
+    From the table where there is one. Of a tile that is left to another kernel one block is walked and nothing stored.
+    """
     _, _, _, seqlen_q, seqlen_k, window_left, window_right, ranges, ranges_strides = work
     if ranges is None:
         lo, full_lo, full_hi, hi = seen_keys(
             m_block * BLOCK_M, offset, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M
         )
-        plain, joined = True, True
+        end, joined = seqlen_q, True
     else:
         found = ranges + b * ranges_strides[0] + h * ranges_strides[1] + m_block * ranges_strides[2]
-        lo, full_lo, full_hi, hi = gl.load(found), gl.load(found + 1), gl.load(found + 2), gl.load(found + 3)
-        plain, joined = gl.load(found + 4) != 0, gl.load(found + 5) != 0
-    return lo, full_lo, full_hi, hi, plain, joined
+        lo, full_lo, full_hi, hi = gl.load(found + 1), gl.load(found + 2), gl.load(found + 3), gl.load(found + 4)
+        end, joined = gl.load(found), gl.load(found + 5) != 0
+    return lo, full_lo, full_hi, hi, end, joined
 
 
 @gluon.jit
 def row_bounds(rows, position, b, h, work, row_terms):
     """First key and stop of what each row sees."""
     _, _, _, seqlen_q, seqlen_k, window_left, window_right, _, _ = work
-    key_bounds, bounds_strides, _, _ = row_terms
+    key_bounds, bounds_strides = row_terms
     start, stop = gl.zeros_like(rows), gl.zeros_like(rows) + seqlen_k
     if key_bounds is not None:
         real = gl.minimum(rows, seqlen_q - 1).to(gl.int64)
@@ -69,25 +72,18 @@ def row_bounds(rows, position, b, h, work, row_terms):
 
 
 @gluon.jit
-def hide(s, keys, start, stop, plain, b, seqlen_k, row_terms, HAS_START: gl.constexpr):
+def hide(s, keys, start, stop, HAS_START: gl.constexpr):
     """Scores, -inf where a row does not see a key."""
-    _, _, key_padding, padding_strides = row_terms
     visible = keys[None, :] < stop[:, None]
     if HAS_START:
         visible = visible & (keys[None, :] >= start[:, None])
-    s = gl.where(visible, s, float("-inf"))
-    if key_padding is not None:
-        if not plain:
-            pointers = key_padding + b.to(gl.int64) * padding_strides[0] + keys.to(gl.int64) * padding_strides[1]
-            real = gl.load(pointers, mask=keys < seqlen_k, other=0) != 0
-            s = gl.where(real[None, :], s, float("-inf"))
-    return s
+    return gl.where(visible, s, float("-inf"))
 
 
 @gluon.jit
 def _seen_by_some(keys_from, tile, work, row_terms, SLICE: gl.constexpr, BLOCK_M: gl.constexpr, OUT: gl.constexpr):
     """Which of a few keys some row of the tile sees, where the rows' stretches leave gaps."""
-    m, offset, b, h, _, _, _, _ = tile
+    m, offset, b, h, _, _, _ = tile
     ROWS_AND_KEYS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     rows = m + gl.arange(0, BLOCK_M, gl.SliceLayout(0, ROWS_AND_KEYS))
     start, stop = row_bounds(rows, rows + offset, b, h, work, row_terms)
@@ -102,15 +98,13 @@ def clean_values(v_s, stage, first, tile, work, row_terms, BLOCK_M: gl.constexpr
 
     Each consumer does so before it reads them; the other's zeros are the same. A few rows at a time, for registers.
     """
-    key_bounds, _, key_padding, padding_strides = row_terms
-    _m, _offset, b, _h, lo, hi, plain, joined = tile
+    key_bounds, _ = row_terms
+    _m, _offset, _b, _h, lo, hi, joined = tile
     ROWS_V: gl.constexpr = v_s.shape[3]
     WIDTH: gl.constexpr = v_s.shape[4]
-    SLICE: gl.constexpr = 16
+    SLICE: gl.constexpr = 8 if WIDTH > 128 and key_bounds is not None else 16  # fewer registers
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     dirty = (first < lo) | (first + ROWS_V > hi)
-    if key_padding is not None:
-        dirty = dirty | (not plain)
     if key_bounds is not None:
         dirty = dirty | (not joined)
     if dirty:
@@ -118,9 +112,6 @@ def clean_values(v_s, stage, first, tile, work, row_terms, BLOCK_M: gl.constexpr
         for row in gl.static_range(0, ROWS_V, SLICE):
             keys = first + row + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
             live = (keys >= lo) & (keys < hi)
-            if key_padding is not None:
-                pointers = key_padding + b.to(gl.int64) * padding_strides[0] + keys.to(gl.int64) * padding_strides[1]
-                live = live & (gl.load(pointers, mask=live, other=0) != 0)
             if key_bounds is not None:
                 if not joined:
                     live = live & _seen_by_some(first + row, tile, work, row_terms, SLICE, BLOCK_M, LAYOUT)

@@ -9,7 +9,8 @@ import triton.language as tl
 from attnpatch.kernels.common.primitives import load_bounds, load_offset
 
 FIELDS = 6
-"""Of a tile: lo, full_lo, full_hi, hi as in kernel.py, whether all its rows are plain, whether they leave no gap."""
+"""Of a tile: the row that those of the kernel's own stop before, which is 0 where it leaves the tile to another kernel;
+lo, full_lo, full_hi, hi as in kernel.py; whether the rows leave no gap."""
 
 
 @triton.jit(do_not_specialize=["q_offset", "num_heads", "seqlen_q", "seqlen_k", "window_left", "window_right"])
@@ -25,9 +26,10 @@ def _ranges_kernel(
     window_left,
     window_right,
     FIELDS: tl.constexpr,
+    HAS_MASKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Ranges of one tile."""
+    """Ranges of one tile. Beside masks, whoever reads bounds alone may compute it if all its rows are plain."""
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
     block, flat_head = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     b, h = flat_head // num_heads, flat_head % num_heads
@@ -43,9 +45,10 @@ def _ranges_kernel(
     see_themselves = tl.min(((start <= position) & (position < stop)).to(tl.int32)) != 0
     joined = (tl.max(start) <= tl.min(stop)) | see_themselves
     found = ranges + tl.program_id(0).to(tl.int64) * FIELDS
-    tl.store(found, tl.min(start))
-    tl.store(found + 1, tl.max(start))
-    tl.store(found + 2, tl.min(stop))
-    tl.store(found + 3, tl.max(stop))
-    tl.store(found + 4, (tl.min(plain) != 0).to(tl.int32))
+    whole = tl.min(plain) != 0 if HAS_MASKS else True
+    tl.store(found, tl.where(whole, seqlen_q, 0))
+    tl.store(found + 1, tl.min(start))
+    tl.store(found + 2, tl.max(start))
+    tl.store(found + 3, tl.min(stop))
+    tl.store(found + 4, tl.where(whole, tl.max(stop), 0))
     tl.store(found + 5, joined.to(tl.int32))

@@ -76,7 +76,7 @@ def first_block(
     k_buffer,  # one stage of the ring, released here
     k_empty,
     first_key,
-    sight,  # positions, start and stop of the rows, and what else masks.hide takes
+    sight,  # positions, start and stop of the rows
     sm_scale,
     softcap,
     slope,
@@ -85,7 +85,7 @@ def first_block(
     HAS_START: gl.constexpr,
 ):
     """Maximum and probabilities of a tile's first block, of its first ``NUM`` keys; those of the others are 0."""
-    position, start, stop, plain, b, seqlen_k, row_terms = sight
+    position, start, stop = sight
     ROWS_K: gl.constexpr = k_buffer.shape[2]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, NUM, 16])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -96,7 +96,7 @@ def first_block(
     keys = first_key + gl.arange(0, NUM, gl.SliceLayout(0, LAYOUT))
     start, stop = gl.convert_layout(start, OF_ROWS), gl.convert_layout(stop, OF_ROWS)
     s = scores(s, gl.convert_layout(position, OF_ROWS), keys, sm_scale, softcap, slope)
-    s = hide(s, keys, start, stop, plain, b, seqlen_k, row_terms, HAS_START)
+    s = hide(s, keys, start, stop, HAS_START)
     m_i, _alpha, p = softmax_step(s, gl.full([ROWS], LOWEST, gl.float32, OF_ROWS), score_scale(sm_scale, softcap))
     if NUM < ROWS_K:
         p = gl.reshape(gl.permute(gl.join(p, gl.zeros_like(p)), (0, 2, 1)), [ROWS, ROWS_K])

@@ -11,6 +11,7 @@ import torch
 from attnpatch.kernels.common import support
 from attnpatch.kernels.prefill_hopper import tables
 from attnpatch.kernels.prefill_hopper.launch import prefill_hopper
+from attnpatch.testing.inputs import key_bounds
 from attnpatch.testing.samples import check_samples
 from tests.gpu.calls import CUDA, ON_GPU, bool_mask, call_on_gpu
 
@@ -22,6 +23,8 @@ TERMS = {
     "window, softcap": {"window_left": 99, "window_right": 0, "softcap": 20.0},
     "terms": {"window_right": 0, "sinks": torch.linspace(-1, 1, 8), "alibi_slopes": torch.linspace(0.1, 1, 8)},
     "padding": {"window_right": 0, "key_padding": bool_mask(2, 300)},
+    "mask": {"attn_mask": (bool_mask(300, 300) | (torch.arange(300)[:, None] < 128)).expand(1, 1, 300, 300)},
+    "mask and bounds": {"attn_mask": bool_mask(2, 8, 300, 300), "key_bounds": key_bounds(0, 300, 0)},
     "256": {"window_right": 0, "head_dim": 256},
 }
 
@@ -37,8 +40,8 @@ def call_of(name, seqlen=300, seed=0):
 
 
 def launches_of(name):
-    """Of a run: padding without bounds gets them first."""
-    return 2 if "key_padding" in TERMS[name] else 1
+    """Of a run: a mask without bounds gets them first."""
+    return 2 if name in ("padding", "mask") else 1
 
 
 def run(call):
@@ -180,11 +183,12 @@ def test_nothing_waits_for_the_device():
 
 def test_lengths_do_not_recompile():
     """One kernel serves every length; odd ones and 1 are what Triton would specialise."""
+    from attnpatch.kernels.prefill.kernel import _prefill_kernel
     from attnpatch.kernels.prefill_hopper.kernel import _prefill_hopper_kernel
     from attnpatch.kernels.prefill_hopper.ranges import _ranges_kernel
 
     def compiled():
-        kernels = (_prefill_hopper_kernel, _ranges_kernel)
+        kernels = (_prefill_hopper_kernel, _ranges_kernel, _prefill_kernel)
         return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
 
     def run_length(n):

@@ -121,6 +121,7 @@ def compile_prefill(width, dtype, descriptors, terms):
     with (
         mock.patch.object(prefill_launch, "_prefill_kernel", kernel),
         mock.patch.object(prefill_launch, "uses_descriptors", return_value=descriptors),
+        mock.patch.object(support, "_plans", {}),
     ):
         config = prefill_configs.table(dtype, descriptors, terms == "bounds and mask")[width]
         prefill_launch.prefill(make_call(width, 256, dtype, TERMS[terms]), config)
@@ -141,15 +142,22 @@ HOPPER_TERMS = {
     **{f"{width} packed": PACKED for width in (64, 128, 256)},
     "128 packed, every term": {**PACKED, **TERMS["terms"], "window_left": 99, "softcap": 30.0},
     **{f"{width} bounds, padding and offset": {**BOUNDS, **CAUSAL, **PADDING_AND_OFFSET} for width in (64, 128, 256)},
+    **{f"{width} bounds and mask": {**BOUNDS, **MASK} for width in (64, 128, 256)},
 }
 """Every term at a width of models that have it."""
 
 
+REST = {**prefill_configs.DESCRIPTOR_MASKED, 192: None}  # by the wider head dim; 192 has no row with masks
+
+
 def compile_prefill_hopper(width, terms, width_v=None):
+    """Facts of the kernel, and of triton.prefill on the tiles that it leaves where there are masks."""
     call = make_call(width, 256, torch.bfloat16, terms)
     call = call._replace(v=call.v[..., :width_v])
-    kernel = CompileOnly(hopper_launch._prefill_hopper_kernel)
+    kernel, rest = CompileOnly(hopper_launch._prefill_hopper_kernel), CompileOnly(prefill_launch._prefill_kernel)
     with (
+        mock.patch.object(prefill_launch, "_prefill_kernel", rest),
+        mock.patch.object(hopper_launch, "choose_rest", return_value=REST[width]),
         mock.patch.object(hopper_launch, "_prefill_hopper_kernel", kernel),
         mock.patch.object(hopper_launch, "_ranges_kernel", CompileOnly(hopper_launch._ranges_kernel)),
         mock.patch.object(hopper_packed, "_blocks_kernel", CompileOnly(hopper_packed._blocks_kernel)),
@@ -158,7 +166,7 @@ def compile_prefill_hopper(width, terms, width_v=None):
         mock.patch("torch.cuda.get_device_properties", return_value=mock.Mock(multi_processor_count=132)),
     ):
         hopper_launch.prefill_hopper(call)
-    return facts(kernel.compiled, 1)
+    return facts(kernel.compiled, 1), rest.compiled and facts(rest.compiled, 3)
 
 
 ROWS = {
@@ -276,8 +284,10 @@ def main():
         for terms in ("bounds", "bounds and band", "bounds and mask"):
             rows[f"prefill descriptor {width} {terms}"] = compile_prefill(width, torch.bfloat16, True, terms)
     for name, terms in HOPPER_TERMS.items():
-        rows[f"hopper descriptor {name}"] = compile_prefill_hopper(int(name.split()[0]), terms)
-    rows["hopper descriptor 192 by 128 causal"] = compile_prefill_hopper(192, CAUSAL, 128)
+        rows[f"hopper descriptor {name}"], rest = compile_prefill_hopper(int(name.split()[0]), terms)
+        if rest:
+            rows[f"hopper descriptor {name}, rest"] = rest
+    rows["hopper descriptor 192 by 128 causal"], _ = compile_prefill_hopper(192, CAUSAL, 128)
     print(json.dumps(rows))
 
 

@@ -222,8 +222,10 @@ def test_a_permuted_batch_gives_permuted_bits():
 
 def test_sections_of_heads(monkeypatch):
     """The last section may hold fewer heads than the others."""
+    monkeypatch.setattr(support, "_plans", {})
     monkeypatch.setattr(launch, "SECTION_BYTES", 1)
     check(batch=1, num_heads=6, num_kv_heads=3, seqlen_q=70, window_right=0)
+    support._plans.clear()
     monkeypatch.setattr(launch, "_heads_per_section", lambda call: 4)
     check(batch=1, num_heads=6, num_kv_heads=3, seqlen_q=70, window_right=0)
 

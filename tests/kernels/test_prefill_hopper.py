@@ -88,17 +88,19 @@ def test_programs_have_as_much_to_do():
     seqlen_k=st.integers(1, 50),
     offset=st.integers(-20, 40),
     window=st.tuples(WINDOW, WINDOW),
+    padded=st.booleans(),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=25, deadline=None)
-def test_ranges_against_every_row(seqlen_q, seqlen_k, offset, window, seed):
-    """In the interpreter."""
+def test_ranges_against_every_row(seqlen_q, seqlen_k, offset, window, padded, seed):
+    """In the interpreter. Rows that are not plain count where there are masks."""
     generator = torch.Generator().manual_seed(seed)
     first, stop = torch.randint(0, seqlen_k + 1, (2, 1, 1, seqlen_q), generator=generator)
     plain = torch.randint(0, 2, (1, 1, seqlen_q), generator=generator)
     bounds = torch.stack([-first, stop, plain], -1).int().expand(1, 2, seqlen_q, 3)
     sizes = {"num_heads": 2, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": 16}
     call = random_call(**sizes, key_bounds=bounds, q_offset=offset, window_left=window[0], window_right=window[1])
+    call = call._replace(key_padding=torch.ones(1, seqlen_k, dtype=torch.bool) if padded else None)
     found = torch.full(ranges_shape(call, 16), -7, dtype=torch.int32)
     ranges_launch(call, tuple(found.shape), 16)(call, found)
     assert found.shape[:2] == (1, 1), "bounds that all heads share are read once"
@@ -109,8 +111,9 @@ def test_ranges_against_every_row(seqlen_q, seqlen_k, offset, window, seed):
     high = high.clamp(min=0)
     for block, rows in enumerate(range(0, seqlen_q, 16)):
         tile = slice(rows, rows + 16)
-        edges = [low[tile].min(), low[tile].max(), high[tile].min(), high[tile].max(), plain[0, 0, tile].min()]
-        assert found[0, 0, block, :5].tolist() == [int(x) for x in edges]
+        whole = not padded or bool(plain[0, 0, tile].all())
+        edges = [low[tile].min(), low[tile].max(), high[tile].min(), high[tile].max() * whole]
+        assert found[0, 0, block, :5].tolist() == [seqlen_q * whole, *map(int, edges)]
         seen = torch.zeros(seqlen_k, dtype=torch.bool)
         for n in range(*tile.indices(seqlen_q)):
             seen[low[n] : max(low[n], high[n])] = True
@@ -130,9 +133,13 @@ def half_call(**case):
 CALL = half_call()
 REFUSED = {
     "float32": (half_call(dtype=torch.float32), "float32 is multiplied exactly by triton.prefill alone"),
-    "mask": (
-        half_call(attn_mask=torch.ones(1, 1, 9, 9, dtype=torch.bool)),
-        "an attn_mask, here torch.bool, is streamed by triton.prefill alone",
+    "additive mask": (
+        half_call(attn_mask=torch.zeros(1, 1, 9, 9)),
+        "an attn_mask, here torch.float32, is streamed by triton.prefill alone",
+    ),
+    "mask per head": (
+        half_call(attn_mask=torch.ones(1, 2, 9, 9, dtype=torch.bool)),
+        "an attn_mask of its own for each head comes without key_bounds, and a scan of it takes too long",
     ),
     "pages": (
         paged(CALL, 16),
@@ -196,6 +203,11 @@ TAKEN = {
     "padding and bounds": half_call(
         key_padding=torch.ones(2, 9, dtype=torch.bool), key_bounds=key_bounds(0, 9).expand(2, 2, 9, 3)
     ),
+    "mask": half_call(attn_mask=torch.ones(1, 1, 9, 9, dtype=torch.bool)),
+    "mask of one head": half_call(num_heads=1, num_kv_heads=1, attn_mask=torch.ones(2, 1, 9, 9, dtype=torch.bool)),
+    "mask per head and bounds": half_call(
+        attn_mask=torch.ones(1, 2, 9, 9, dtype=torch.bool), key_bounds=key_bounds(0, 9).expand(2, 2, 9, 3)
+    ),
     "all terms": half_call(
         window_left=3, softcap=5.0, sinks=torch.zeros(2), alibi_slopes=torch.ones(2), q_offset=torch.tensor([1, 2])
     ),
@@ -220,7 +232,7 @@ def test_dispatch_prefers_it_and_says_why_not(monkeypatch):
     on_gpu = {name: dispatch.load_backend(name)._replace(devices=("cpu", "cuda")) for name in names}
     monkeypatch.setattr(dispatch, "load_backend", on_gpu.__getitem__)
     assert dispatch.choose(CALL, names)[1] == ("prefill", "triton.prefill_hopper", "first choice")
-    call, reason = REFUSED["mask"]
+    call, reason = REFUSED["additive mask"]
     assert dispatch.choose(call, names)[1] == ("prefill", "triton.prefill", f"triton.prefill_hopper: {reason}")
 
 

@@ -4,17 +4,25 @@ Without a GPU: the kernel is a stand-in that remembers its arguments, and CUDA's
 """
 
 import threading
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from attnpatch import masking
 from attnpatch.kernels.common import support
+from attnpatch.kernels.prefill import launch as prefill_launch
+from attnpatch.kernels.prefill.configs import INTERPRETED
 from attnpatch.kernels.prefill_hopper import launch, tables
 from attnpatch.kernels.prefill_hopper.launch import prefill_hopper
+from attnpatch.kernels.reference import attention_lse_reference
 from attnpatch.testing.inputs import key_bounds, random_call
+from attnpatch.testing.tolerance import assert_same_function
 
 
 class Kernel:
@@ -86,14 +94,13 @@ def test_padding_gets_bounds_and_ranges(kernel):
     """32 keys of the second sequence are padding on the left: its tiles begin behind them."""
     real = torch.ones(2, 300, dtype=torch.bool)
     real[1, :32] = False
-    call = call_of(batch=2, key_padding=real)
-    prefill_hopper(call)
+    prefill_hopper(call_of(batch=2, key_padding=real))
     given = kernel.launched[0][1]
-    assert given["key_padding"] is real
     assert given["MAY_HOLD_ANYTHING"]
     assert given["ranges"].shape == (2, 1, 3, 6), "heads share them"
     assert given["ranges_strides"] == (18, 0, 6)
-    assert given["ranges"][:, 0, :, 0].tolist() == [[0, 0, 0], [32, 32, 32]]
+    assert given["ranges"][:, 0, :, 0].tolist() == [[300] * 3] * 2, "the kernel computes all tiles"
+    assert given["ranges"][:, 0, :, 1].tolist() == [[0, 0, 0], [32, 32, 32]]
 
 
 def test_bounds_per_head(kernel):
@@ -101,7 +108,113 @@ def test_bounds_per_head(kernel):
     prefill_hopper(call_of(key_bounds=key_bounds(first, 300)))
     given = kernel.launched[0][1]
     assert given["ranges_strides"] == (72, 18, 6)
-    assert given["ranges"][0, :, 0, 0].tolist() == [0, 1, 2, 3]
+    assert given["ranges"][0, :, 0, 1].tolist() == [0, 1, 2, 3]
+
+
+ROW = torch.arange(300)
+LATER = (ROW >= 128)[:, None]
+HOLES = torch.rand(300, 300, generator=torch.Generator().manual_seed(1)) < 0.7
+HOLES[:, 0] = True
+CAUSAL = ROW[:, None] >= ROW
+MASKED = {
+    "causal": ({"attn_mask": CAUSAL}, [True, True, True]),
+    "holes": ({"attn_mask": CAUSAL & HOLES}, [False, False, False]),
+    "holes in later tiles": ({"attn_mask": CAUSAL & (HOLES | ~LATER)}, [True, False, False]),
+    "one hole": ({"attn_mask": CAUSAL & ~((ROW == 9) & (ROW == 140)[:, None])}, [True, False, True]),
+    "one row for all": ({"attn_mask": (ROW >= 9)[None]}, [True, True, True]),
+    "rows that see no key": ({"attn_mask": CAUSAL & LATER}, [True, True, True]),
+    "padding with holes": ({"key_padding": HOLES[:2]}, [False, False, False]),
+    "padding and mask": ({"key_padding": (ROW < 290).expand(2, -1), "attn_mask": CAUSAL & (HOLES | ~LATER)}, None),
+    "padding with a hole at the end, causal": ({"key_padding": (ROW != 140).expand(2, -1), "window_right": 0}, None),
+}
+"""Masks, and which tiles are all plain: two sequences, three tiles. None: of each sequence or head another answer."""
+
+
+def masked_call(mask, **case):
+    """A call whose K and V no kernel may multiply where no row sees them."""
+    terms = {"batch": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "window_right": None, **case, **mask}
+    return call_of(**terms, lse=True)
+
+
+def check_share(kernel, call):
+    """What the stand-in leaves undone, which is nothing of its own tiles and all of the others; return whose are whose.
+
+    The stand-in writes nothing, so that what is not poison any more was computed by triton.prefill.
+    """
+    call.lse.fill_(torch.nan)
+    with poisoned_allocations():
+        o = prefill_hopper(call)
+    end = kernel.launched[-1][1]["ranges"][..., 0].expand(2, 2, 3)
+    own = (end != 0).repeat_interleave(128, dim=2)[:, :, :300]
+    assert o[own].isnan().all()
+    assert call.lse[own].isnan().all()
+    expected, lse = attention_lse_reference(call)
+    original, _ = attention_lse_reference(call, call.q.dtype)
+    rest = ~own
+    assert torch.equal(call.lse[rest] == -torch.inf, lse[rest] == -torch.inf)
+    assert (o[rest & (lse == -torch.inf)] == 0).all()
+    seen = rest & (lse > -torch.inf)
+    if seen.any():
+        assert_same_function(o[seen], original[seen], expected[seen])
+        torch.testing.assert_close(call.lse[seen].double(), lse[seen], rtol=0, atol=1e-4)
+    return end != 0
+
+
+@contextmanager
+def poisoned_allocations():
+    allocate = Tensor.new_empty_strided
+
+    def poisoned(self, *sizes, **options):
+        return allocate(self, *sizes, **options).fill_(torch.nan)
+
+    with mock.patch.object(Tensor, "new_empty_strided", poisoned):
+        yield
+
+
+@pytest.mark.parametrize(("mask", "whole"), MASKED.values(), ids=MASKED)
+def test_tiles_with_rows_that_are_not_plain_are_left_to_triton_prefill(kernel, mask, whole):
+    """In the interpreter."""
+    found = check_share(kernel, masked_call(mask))
+    if whole is not None:
+        assert found[0, 0].tolist() == whole
+
+
+REST_TERMS = {
+    "sinks, slopes, softcap": {
+        "sinks": torch.linspace(-1, 1, 2),
+        "alibi_slopes": torch.linspace(0.1, 1, 2),
+        "softcap": 5.0,
+    },
+    "window, offsets": {"window_left": 99, "window_right": 0, "q_offset": torch.tensor([0, -9])},
+}
+
+
+@pytest.mark.parametrize("terms", REST_TERMS.values(), ids=REST_TERMS)
+def test_terms_of_what_is_left(kernel, terms):
+    check_share(kernel, masked_call(MASKED["holes in later tiles"][0], **terms))
+
+
+def test_masks_per_head(kernel):
+    """Bounds of each head: the second has no holes."""
+    mask = torch.stack([CAUSAL & HOLES, CAUSAL])[None]
+    call = masked_call({"attn_mask": mask, "key_bounds": masking.key_bounds(mask)})
+    assert check_share(kernel, call)[0, :, 0].tolist() == [False, True]
+
+
+def test_few_programs_walk_all_that_is_left(kernel, monkeypatch):
+    """Twelve tiles and three programs, of which each looks at two tiles together."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=3))
+    monkeypatch.setattr(launch, "choose_rest", lambda *_, **__: INTERPRETED._replace(BLOCK_M=128))
+    values = prefill_launch.prefill_launch
+    monkeypatch.setattr(launch, "prefill_launch", partial(values, LOOK=2))
+    check_share(kernel, masked_call(MASKED["holes"][0]))
+    check_share(kernel, masked_call(MASKED["one hole"][0]))
+
+
+def test_masks_that_are_known_by_their_bounds_alone_launch_nothing_else(kernel, monkeypatch):
+    monkeypatch.setattr(launch, "prefill_launch", None)
+    prefill_hopper(call_of(key_bounds=key_bounds(0, 300, 0)))
+    assert (kernel.launched[0][1]["ranges"][..., 0] == 300).all(), "plain is a promise about masks, and here are none"
 
 
 def test_without_bounds_there_are_no_ranges(kernel):
