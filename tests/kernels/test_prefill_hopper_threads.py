@@ -12,6 +12,8 @@ from attnpatch.kernels.prefill_hopper import launch
 from attnpatch.testing.inputs import check_backend, key_bounds, packed, random_call
 from tests.kernels import gluon_on_threads
 
+pytestmark = pytest.mark.filterwarnings("ignore:(overflow|divide by zero):RuntimeWarning")  # numpy's, not a kernel's
+
 BACKEND = load_backend("triton.prefill_hopper")._replace(refuses=lambda call: None)
 
 
@@ -70,6 +72,22 @@ def test_batches(terms):
 @pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
 def test_bounds(bounds):
     check_backend(BACKEND, call_of(seqlen_q=300, window_right=None, key_bounds=bounds))
+
+
+HOLES = torch.rand(300, generator=torch.Generator().manual_seed(1)) < 0.7
+BEFORE = torch.arange(300)[None, :] <= torch.arange(300)[:, None]
+MASKS = {
+    "causal": {"attn_mask": BEFORE[None, None]},
+    "holes in some tiles": {"attn_mask": (BEFORE & (HOLES | (torch.arange(300)[:, None] < 128)))[None, None]},
+    "padding on the left": {"key_padding": torch.arange(300)[None, :] >= 40, "window_right": 0},
+    "padding with holes": {"key_padding": HOLES[None, :], "window_right": 0},
+}
+
+
+@pytest.mark.parametrize("terms", MASKS.values(), ids=MASKS)
+def test_masks(terms):
+    """Tiles with holes are triton.prefill's, in the interpreter."""
+    check_backend(BACKEND, call_of(**{"seqlen_q": 300, "window_right": None, **terms}))
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
