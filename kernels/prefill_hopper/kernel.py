@@ -31,8 +31,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnpatch.kernels.prefill_hopper.gluon_names import load_tile, store_tile, store_wait
+from attnpatch.kernels.prefill_hopper.gluon_names import load_tile, store_wait
 from attnpatch.kernels.prefill_hopper.masks import clean_values, hide, key_blocks, row_bounds, tile_range
+from attnpatch.kernels.prefill_hopper.places import sequence_of, store_rows, store_whole
 from attnpatch.kernels.prefill_hopper.softmax import (
     LN2,
     LOG2E,
@@ -60,28 +61,6 @@ def _tile(tile):
 
 
 @gluon.jit
-def _sequence(b, packing, seqlen_q, seqlen_k):
-    """Where a tile's sequence lies: index in the batch dimension of q and of K, first row and key, how many of each.
-
-    The first of all is its index among what there is per sequence. The rows of no sequence, behind the last, are one
-    more without keys.
-    """
-    cu_seqlens_q, cu_seqlens_k, batch = packing
-    if cu_seqlens_q is None:
-        return b, b, b, 0, 0, seqlen_q, seqlen_k
-    else:
-        real = min(b, batch - 1)
-        row = gl.load(cu_seqlens_q + b)
-        num_rows = gl.load(cu_seqlens_q + b + 1, mask=b < batch, other=seqlen_q) - row
-        if cu_seqlens_k is None:
-            return real, b * 0, real, row, 0, num_rows, gl.where(b < batch, seqlen_k, 0)
-        else:
-            key = gl.load(cu_seqlens_k + b)
-            num_keys = gl.load(cu_seqlens_k + b + 1, mask=b < batch, other=key) - key
-            return real, b * 0, b * 0, row, key, num_rows, num_keys
-
-
-@gluon.jit
 def _offset(q_offset, offset_stride, b):
     """Position of query row 0 among the keys; a pointer when ``offset_stride`` is not None."""
     if offset_stride is None:
@@ -104,7 +83,7 @@ def _producer(q, k, v, buffers, barriers, tiles, num_tiles, whole, packing, GROU
     for i in range(num_tiles):
         m_block, b, h = _tile(tile)
         tile = gl.load(tiles + i + 1)  # long before it is needed
-        b, b_q, b_k, row, key, seqlen_q, seqlen_k = _sequence(b, packing, whole[3], whole[4])
+        b, b_q, b_k, row, key, seqlen_q, seqlen_k = sequence_of(b, packing, whole[3], whole[4])
         work = (whole[0], q_offset, offset_stride, seqlen_q, seqlen_k, whole[5], whole[6], whole[7], whole[8])
         offset = _offset(q_offset, offset_stride, b)
         lo, full_lo, full_hi, hi, _end, _joined = tile_range(m_block, b, h, offset, work, BLOCK_M)
@@ -139,33 +118,6 @@ def _stop(m, offset, window_right, hi):
         return hi
     else:
         return min(hi, m + ROWS + offset + window_right)
-
-
-@gluon.jit
-def _store_tile(o, o_buffer, acc, b, h, row, stop, SHARES_Q: gl.constexpr):
-    """Store a tile that begins before row ``stop`` by TMA, which leaves out what lies behind the tensor's rows."""
-    if not SHARES_Q:
-        store_wait(0)
-    o_buffer.reshape((o_buffer.shape[2], o_buffer.shape[3])).store(acc.to(o_buffer.dtype))
-    fence_async_shared()
-    if row < stop:
-        store_tile(o, [b, h, row, 0], o_buffer)
-    if SHARES_Q:
-        store_wait(0)
-
-
-@gluon.jit
-def _store_rows(o_rows, acc, row, h, num_rows, num_heads, HEAD_DIM_V: gl.constexpr):
-    """Store the first rows of a tile that ends within them, from ``row`` of all sequences on."""
-    LAYOUT: gl.constexpr = acc.type.layout
-    rows = gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
-    vectors = (row + rows).to(gl.int64) * num_heads + h
-    inside = (rows < num_rows)[:, None]
-    if acc.shape[1] > HEAD_DIM_V:
-        inside = inside & (columns < HEAD_DIM_V)[None, :]
-    pointers = o_rows + (vectors * HEAD_DIM_V)[:, None] + columns[None, :]
-    gl.store(pointers, acc.to(o_rows.dtype.element_ty), mask=inside)
 
 
 @gluon.jit
@@ -224,7 +176,7 @@ def _consumer(
         m_block, b, h = _tile(next_tile)
         next_tile = gl.load(tiles + i + 1)  # long before it is needed
         m = m_block * BLOCK_M + WHICH * ROWS
-        b, b_q, _b_k, row, _key, seqlen_q, seqlen_k = _sequence(b, packing, total_q, total_k)
+        b, b_q, _b_k, row, _key, seqlen_q, seqlen_k = sequence_of(b, packing, total_q, total_k)
         work = (num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right, whole[7], whole[8])
         offset = _offset(q_offset, offset_stride, b)
         lo, full_lo, full_hi, hi, end, joined = tile_range(m_block, b, h, offset, work, BLOCK_M)
@@ -320,11 +272,11 @@ def _consumer(
         inverse = gl.where(l_i > 0.0, 1.0 / l_i, 0.0)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))[:, None]
         if o_rows is None:
-            _store_tile(o, o_s.index(WHICH), acc, b_q, h, m, end, SHARES_Q)
+            store_whole(o, o_s.index(WHICH), acc, b_q, h, m, end, SHARES_Q)
         elif m + ROWS <= end:
-            _store_tile(o, o_s.index(WHICH), acc, b_q, h, row + m, row + end, SHARES_Q)
+            store_whole(o, o_s.index(WHICH), acc, b_q, h, row + m, row + end, SHARES_Q)
         else:
-            _store_rows(o_rows, acc, row + m, h, end - m, num_heads, HEAD_DIM_V)
+            store_rows(o_rows, acc, row + m, h, end - m, num_heads, HEAD_DIM_V)
         if SHARES_Q:
             mbarrier.arrive(q_empty, count=1)
     store_wait(0)

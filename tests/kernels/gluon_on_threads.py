@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attnpatch.kernels.prefill_hopper import kernel, masks, softmax
+from attnpatch.kernels.prefill_hopper import kernel, masks, places, softmax
 
 PATIENCE_S = 20
 
@@ -223,7 +223,7 @@ def run(grid, given):
     """Run the kernel on what its launcher gives it."""
     given = {name: _argument(x) for name, x in given.items() if name != "num_warps"}
     with ExitStack() as patches:
-        for module in (kernel, masks, softmax):
+        for module in (kernel, masks, places, softmax):
             patches.enter_context(mock.patch.dict(vars(module), _plain(module)))
         for program in range(grid[0]):
             with mock.patch.object(LANGUAGE, "program_id", lambda axis, program=program: program):
