@@ -148,6 +148,11 @@ class AttentionCall(NamedTuple):
         return self.window_left is not None or self.window_right is not None
 
     @property
+    def is_packed_prefill(self) -> bool:
+        """Whether packed sequences have more rows than an append, on average: how many each has is on the device."""
+        return self.cu_seqlens_q is not None and self.seqlen_q > MAX_APPEND * self.batch
+
+    @property
     def phase(self) -> str:
         """One of PHASES, from what the host sees: shapes and terms, never a value on the device."""
         if self.cu_seqlens_q is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
@@ -34,6 +34,9 @@ BACKEND_MODULES = {
     "sdpa.tiled": "attnpatch.kernels.tiled.backend",
 }
 """Every backend in order of preference, and the module whose BACKENDS holds it. A new kernel is one line here."""
+
+_OF_PACKED_PREFILLS = sorted(BACKEND_MODULES, key=lambda name: name != "triton.prefill_hopper")
+"""The order of packed sequences of many rows: triton.append, which takes them too, is made for few."""
 
 
 class Backend(NamedTuple):
@@ -83,13 +86,13 @@ def choose(call: AttentionCall, names: Sequence[str] = ()) -> tuple[Backend, Dis
 
     Args:
         call: the attention call.
-        names: the backends that may run it, in order; empty means all of them.
+        names: the backends that may run it, in order; empty means all of them, in the order of preference.
 
     Raises:
         NoBackend: every one refuses; the message lists each refusal.
     """
     refusals: list[str] = []
-    for name in names or BACKEND_MODULES:
+    for name in names or _preferred(call):
         backend = load_backend(name)
         why = _refusal(backend, call, named=bool(names))
         if why is None:
@@ -100,6 +103,11 @@ def choose(call: AttentionCall, names: Sequence[str] = ()) -> tuple[Backend, Dis
         f"no backend runs attention of q {tuple(call.q.shape)}, k {tuple(call.k.shape)}, {call.q.dtype} on "
         f"{call.q.device}: " + "; ".join(refusals)
     )
+
+
+def _preferred(call: AttentionCall) -> Iterable[str]:
+    """All backends; one for a sequence whatever its neighbours, where it must not depend on them."""
+    return _OF_PACKED_PREFILLS if call.is_packed_prefill and not call.batch_invariant else BACKEND_MODULES
 
 
 def _refusal(backend: Backend, call: AttentionCall, named: bool) -> str | None:

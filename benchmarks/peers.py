@@ -146,14 +146,14 @@ def packed_kv(call: AttentionCall) -> Packed:
     return Packed(call.q[0].transpose(0, 1), k, v, call.cu_seqlens_q, cu_seqlens_k, longest, int(lengths.max()))
 
 
-def fa3_varlen() -> dict[str, Implementation]:
-    """FlashAttention-3 on packed sequences, causal from the bottom right."""
+def fa3_varlen(num_splits: int = 0) -> dict[str, Implementation]:
+    """FlashAttention-3 on packed sequences, causal from the bottom right; 0 splits: as many as it chooses."""
     interface = installed("fa3_fwd_interface")
     if interface is None:
         return {}
 
-    def run(form: Packed) -> Tensor:  # num_splits = 0: its own choice, as for a cache
-        return interface.flash_attn_varlen_func(*form, causal=True, num_splits=0).transpose(0, 1)[None]
+    def run(form: Packed) -> Tensor:
+        return interface.flash_attn_varlen_func(*form, causal=True, num_splits=num_splits).transpose(0, 1)[None]
 
     return {"fa3": Implementation(run, packed_kv)}
 

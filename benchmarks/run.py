@@ -24,9 +24,10 @@ from mixed import MixedCase
 from rich.console import Console
 from rich.table import Table
 from suites import SUITES, Case
+from varlen import VarlenCase
 
 HERE = Path(__file__).parent
-ALL = ["bandwidth", *SUITES, "masks", "mixed", "cache_write"]
+ALL = ["bandwidth", *SUITES, "masks", "mixed", "varlen", "cache_write"]
 CLOCKS = ("burst", "hot")
 QUICK_ROUNDS = 1
 
@@ -109,6 +110,8 @@ def jobs(suite: str) -> Iterator[Job]:
         yield from _plain(writes.CASES, writes.measure_write, writes.run_write_once)
     elif suite == "mixed":
         yield _job(MixedCase())
+    elif suite == "varlen":
+        yield _job(VarlenCase())
     elif suite == "masks":
         yield from (_job(masks.MaskCase(name)) for name in masks.MASKS)
         yield from _plain(list(masks.SCANS), masks.measure_scan, masks.run_scan_once)

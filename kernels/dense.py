@@ -97,14 +97,20 @@ def _place(cu_seqlens: Tensor | None, b: int) -> Index:
     return ALL, ALL, slice(start, stop)
 
 
-def storage_refusal(call: AttentionCall, reader: str) -> str | None:
-    """Why ``reader``, which takes K and V as they are and as a batch, does not take ``call``; None if it does."""
+def storage_refusal(call: AttentionCall, reader: str, packed: bool = False) -> str | None:
+    """Why ``reader``, which takes K and V as they are, does not take ``call``; None if it does.
+
+    Args:
+        call: any call.
+        reader: its name.
+        packed: whether it takes packed sequences, too.
+    """
     if call.block_table is not None:
         return f"K and V lie in pages of {call.page_size}, and {reader} follows no block_table"
     for name, x, scale in (("K", call.k, call.k_scale), ("V", call.v, call.v_scale)):
         if scale is not None:
             form = "TBQ4 codes" if x.dtype == PACKED else str(x.dtype).removeprefix("torch.")
             return f"{name} is {form}, and {reader} multiplies no scale in"
-    if call.cu_seqlens_q is not None:
+    if call.cu_seqlens_q is not None and not packed:
         return f"{call.batch} sequences are packed, and {reader} reads no cu_seqlens_q"
     return None

@@ -209,6 +209,16 @@ def test_a_mixed_batch_of_each_kind_of_sequence(modules, monkeypatch):
     assert sorted(table[table >= 0].tolist()) == list(range(int(table.max()) + 1)), "a page belongs to one sequence"
 
 
+def test_prompts_of_different_lengths_beside_equal_ones(modules):
+    case = modules.varlen.VarlenCase(batch=3, num_heads=4, num_kv_heads=2, head_dim=16, shortest=4, longest=64)
+    rows = list(modules.measure.measure(case, 1))
+    assert _peers(rows) == {"fa3", "fa3+equal"}
+    assert sum(row["impl"].startswith("attnpatch") and row["impl"].endswith("+equal") for row in rows) == 2
+    assert all(row["rel_err"] < 0.01 for row in rows)
+    rates = [row["tflops"] for row in rows if row["clock"] == "burst"]
+    assert max(rates) < 1.1 * min(rates), "as much work"
+
+
 def test_a_peer_that_is_wrong_or_fails_is_left_out_and_ours_is_not(modules, monkeypatch, capsys):
     case = modules.suites.Case.parse("decode", "B2 H4/2 S48 D16")
     monkeypatch.setattr(modules.suites, "MOST_BUFFERS", 1)

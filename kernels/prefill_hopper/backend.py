@@ -23,7 +23,8 @@ GLUON = ("3.6", "3.7", "3.8", "3.9")
 
 
 def _refuses(call: AttentionCall) -> str | None:
-    return support.refusal(call, NAME) or _chip(call) or storage_refusal(call, NAME) or _terms(call) or _places(call)
+    storage = storage_refusal(call, NAME, packed=True)
+    return support.refusal(call, NAME) or _chip(call) or storage or _terms(call) or _places(call)
 
 
 def _chip(call: AttentionCall) -> str | None:
@@ -51,6 +52,8 @@ def _terms(call: AttentionCall) -> str | None:
         return "float32 is multiplied exactly by triton.prefill alone"
     if call.attn_mask is not None and call.attn_mask.dtype != torch.bool:
         return f"an attn_mask, here {call.attn_mask.dtype}, is streamed by triton.prefill alone"
+    if call.batch == 0:
+        return "no sequence is packed"
     if call.attn_mask is not None and call.key_bounds is None and call.num_heads > 1 and call.attn_mask.stride(1) != 0:
         return "an attn_mask of its own for each head comes without key_bounds, and a scan of it takes too long"
     if call.batch >= MAX_BATCH or call.num_heads >= MAX_HEADS:

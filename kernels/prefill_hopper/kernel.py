@@ -16,6 +16,9 @@ Products with K run one block ahead of those with V:  s(j) = q k(j)^T,  o += p(j
 
 Rows that see nothing keep m = LOWEST and l = 0; their output is zero.
 
+Packed sequences (cu_seqlens_q) lie one behind the other: a block that runs past the end of a sequence reads rows of the
+next one, which the mask hides and ``clean_values`` zeroes, and the last rows of a sequence are stored one by one.
+
 A mask is known here by the bounds of its rows. Tiles of which they do not say everything are left to triton.prefill.
 """
 
@@ -28,8 +31,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from attnpatch.kernels.prefill_hopper.gluon_names import load_tile, store_tile, store_wait
+from attnpatch.kernels.prefill_hopper.gluon_names import load_tile, store_wait
 from attnpatch.kernels.prefill_hopper.masks import clean_values, hide, key_blocks, row_bounds, tile_range
+from attnpatch.kernels.prefill_hopper.places import sequence_of, store_rows, store_whole
 from attnpatch.kernels.prefill_hopper.softmax import (
     LN2,
     LOG2E,
@@ -66,11 +70,11 @@ def _offset(q_offset, offset_stride, b):
 
 
 @gluon.jit
-def _producer(q, k, v, buffers, barriers, tiles, num_tiles, work, GROUP_SIZE: gl.constexpr):
+def _producer(q, k, v, buffers, barriers, tiles, num_tiles, whole, packing, GROUP_SIZE: gl.constexpr):
     """Load every tile's Q once, and its K and V blocks into the ring."""
     q_s, k_s, v_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    _num_heads, q_offset, offset_stride, _, _, _, _, _, _ = work
+    _num_heads, q_offset, offset_stride, _, _, _, _, _, _ = whole
     STAGES: gl.constexpr = k_s.shape[0]
     BLOCK_N: gl.constexpr = k_s.shape[3]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
@@ -79,23 +83,25 @@ def _producer(q, k, v, buffers, barriers, tiles, num_tiles, work, GROUP_SIZE: gl
     for i in range(num_tiles):
         m_block, b, h = _tile(tile)
         tile = gl.load(tiles + i + 1)  # long before it is needed
+        b, b_q, b_k, row, key, seqlen_q, seqlen_k = sequence_of(b, packing, whole[3], whole[4])
+        work = (whole[0], q_offset, offset_stride, seqlen_q, seqlen_k, whole[5], whole[6], whole[7], whole[8])
         offset = _offset(q_offset, offset_stride, b)
         lo, full_lo, full_hi, hi, _end, _joined = tile_range(m_block, b, h, offset, work, BLOCK_M)
         last, num, _right, _left = key_blocks(lo, full_lo, full_hi, hi, BLOCK_N)
         mbarrier.wait(q_empty, (i & 1) ^ 1)
         mbarrier.expect(q_full, BLOCK_M * q_s.shape[4] * 2)
         for consumer in gl.static_range(CONSUMERS):
-            load_tile(q, [b, h, m_block * BLOCK_M + consumer * ROWS, 0], q_full, q_s.index(consumer))
+            load_tile(q, [b_q, h, row + m_block * BLOCK_M + consumer * ROWS, 0], q_full, q_s.index(consumer))
         for j in range(num):
             stage = count % STAGES
             phase = ((count // STAGES) & 1) ^ 1
-            n = (last - j) * BLOCK_N
+            n = key + (last - j) * BLOCK_N
             mbarrier.wait(k_empty.index(stage), phase)
             mbarrier.expect(k_full.index(stage), BLOCK_N * k_s.shape[4] * 2)
-            load_tile(k, [b, h // GROUP_SIZE, n, 0], k_full.index(stage), k_s.index(stage))
+            load_tile(k, [b_k, h // GROUP_SIZE, n, 0], k_full.index(stage), k_s.index(stage))
             mbarrier.wait(v_empty.index(stage), phase)
             mbarrier.expect(v_full.index(stage), BLOCK_N * v_s.shape[4] * 2)
-            load_tile(v, [b, h // GROUP_SIZE, n, 0], v_full.index(stage), v_s.index(stage))
+            load_tile(v, [b_k, h // GROUP_SIZE, n, 0], v_full.index(stage), v_s.index(stage))
             count += 1
 
 
@@ -129,16 +135,18 @@ def _consumer(
     shared,
     SHARES_Q: gl.constexpr,
     MAY_HOLD_ANYTHING: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
 ):
     """Attention of 64 rows of each tile.
 
     WHICH: of the consumers. shared: what both are given. SHARES_Q: whether the output leaves through the buffer of Q.
     MAY_HOLD_ANYTHING: whether there are keys that no row sees, so that they may be no numbers.
+    HEAD_DIM_V: of packed sequences, whose last rows are stored by pointers.
     """
-    o, lse, buffers, barriers, tiles, num_tiles, work, terms, row_terms = shared
+    o, o_rows, lse, buffers, barriers, tiles, num_tiles, whole, packing, terms, row_terms = shared
     q_s, k_s, v_s, o_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    num_heads, q_offset, offset_stride, seqlen_q, _, window_left, window_right, _, _ = work
+    num_heads, q_offset, offset_stride, total_q, total_k, window_left, window_right, _, _ = whole
     sm_scale, softcap, alibi_slopes, slopes_strides, sinks, sinks_strides = terms
     key_bounds, _ = row_terms
     STAGES: gl.constexpr = k_s.shape[0]
@@ -168,6 +176,8 @@ def _consumer(
         m_block, b, h = _tile(next_tile)
         next_tile = gl.load(tiles + i + 1)  # long before it is needed
         m = m_block * BLOCK_M + WHICH * ROWS
+        b, b_q, _b_k, row, _key, seqlen_q, seqlen_k = sequence_of(b, packing, total_q, total_k)
+        work = (num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right, whole[7], whole[8])
         offset = _offset(q_offset, offset_stride, b)
         lo, full_lo, full_hi, hi, end, joined = tile_range(m_block, b, h, offset, work, BLOCK_M)
         last, num, right, left = key_blocks(lo, full_lo, full_hi, hi, BLOCK_N)
@@ -257,26 +267,24 @@ def _consumer(
             m_i = m_new
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
         if lse is not None:
-            pointers = lse + (b.to(gl.int64) * num_heads + h) * seqlen_q + rows
+            pointers = lse + (b_q.to(gl.int64) * num_heads + h) * total_q + row + rows
             gl.store(pointers, (m_i + gl.log2(l_i)) * LN2, mask=rows < end)
         inverse = gl.where(l_i > 0.0, 1.0 / l_i, 0.0)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        o_buffer = o_s.index(WHICH)
-        if not SHARES_Q:
-            store_wait(0)
-        o_buffer.reshape((ROWS, BLOCK_DV)).store(acc.to(dtype))
-        fence_async_shared()
-        if m < end:
-            store_tile(o, [b, h, m, 0], o_buffer)
+        if o_rows is None:
+            store_whole(o, o_s.index(WHICH), acc, b_q, h, m, end, SHARES_Q)
+        elif m + ROWS <= end:
+            store_whole(o, o_s.index(WHICH), acc, b_q, h, row + m, row + end, SHARES_Q)
+        else:
+            store_rows(o_rows, acc, row + m, h, end - m, num_heads, HEAD_DIM_V)
         if SHARES_Q:
-            store_wait(0)
             mbarrier.arrive(q_empty, count=1)
     store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=[
-        *("q_offset", "window_left", "window_right", "num_heads", "seqlen_q", "seqlen_k", "max_tiles"),
+        *("q_offset", "window_left", "window_right", "num_heads", "seqlen_q", "seqlen_k", "max_tiles", "batch"),
     ]
 )
 def _prefill_hopper_kernel(
@@ -284,11 +292,14 @@ def _prefill_hopper_kernel(
     k,  # descriptor of [batch, num_kv_heads, seqlen_k, head_dim], blocks [1, 1, BLOCK_N, BLOCK_D]
     v,  # descriptor of [batch, num_kv_heads, seqlen_k, head_dim_v], blocks [1, 1, BLOCK_N, BLOCK_DV]
     o,  # descriptor of [batch, num_heads, seqlen_q, head_dim_v], blocks [1, 1, 64, BLOCK_DV]
+    o_rows,  # the same as a pointer, where sequences are packed, or None
     lse,  # fp32 [batch, num_heads, seqlen_q], contiguous, or None
     sinks,  # [batch, num_heads], or None
     alibi_slopes,  # fp32 [batch, num_heads], or None
     key_bounds,  # int32 [batch, num_heads, seqlen_q, 3], or None
     ranges,  # int32 [batch, num_heads, blocks, 6] of ranges.py, with bounds, or None
+    cu_seqlens_q,  # int32 [batch + 1], or None
+    cu_seqlens_k,  # likewise
     tiles,  # int64 [programs, max_tiles + 1]: batch << 48 | head << 32 | query block
     num_tiles,  # int32 [programs]
     q_offset,  # int, or a pointer read with offset_stride
@@ -305,6 +316,7 @@ def _prefill_hopper_kernel(
     seqlen_q,
     seqlen_k,
     max_tiles,
+    batch,  # of packed sequences, or None
     GROUP_SIZE: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr,
@@ -312,6 +324,7 @@ def _prefill_hopper_kernel(
     STAGES: gl.constexpr,
     SHARES_Q: gl.constexpr,
     MAY_HOLD_ANYTHING: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,  # of packed sequences, or None
 ):
     """Output of the tiles of this program."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -345,12 +358,13 @@ def _prefill_hopper_kernel(
     work = (num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, band[0], band[1], band[2], band[3])
     row_terms = (key_bounds, bounds_strides)
     terms = (sm_scale, softcap, alibi_slopes, slopes_strides, sinks, sinks_strides)
-    shared = (o, lse, buffers, barriers, own, mine, work, terms, row_terms)
+    packing = (cu_seqlens_q, cu_seqlens_k, batch)
+    shared = (o, o_rows, lse, buffers, barriers, own, mine, work, packing, terms, row_terms)
     gl.warp_specialize(
         [
-            (_consumer, (0, shared, SHARES_Q, MAY_HOLD_ANYTHING)),
-            (_consumer, (1, shared, SHARES_Q, MAY_HOLD_ANYTHING)),
-            (_producer, (q, k, v, (q_s, k_s, v_s), barriers, own, mine, work, GROUP_SIZE)),
+            (_consumer, (0, shared, SHARES_Q, MAY_HOLD_ANYTHING, HEAD_DIM_V)),
+            (_consumer, (1, shared, SHARES_Q, MAY_HOLD_ANYTHING, HEAD_DIM_V)),
+            (_producer, (q, k, v, (q_s, k_s, v_s), barriers, own, mine, work, packing, GROUP_SIZE)),
         ],
         [4, 1],
         [240, 24],

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attnpatch.attention_call import AttentionCall
+from attnpatch.attention_call import AttentionCall, new_output
 from attnpatch.kernels.common.launcher import Described, Launch
 from attnpatch.kernels.common.support import (
     offset_stride,
@@ -25,6 +25,7 @@ from attnpatch.kernels.prefill.launch import prefill_launch
 from attnpatch.kernels.prefill_hopper.configs import CONFIGS, HopperConfig
 from attnpatch.kernels.prefill_hopper.kernel import CONSUMERS, ROWS, _prefill_hopper_kernel
 from attnpatch.kernels.prefill_hopper.masks import key_blocks, seen_keys
+from attnpatch.kernels.prefill_hopper.packed import Dealt, dealing_launch, dealt
 from attnpatch.kernels.prefill_hopper.ranges import FIELDS, _ranges_kernel
 from attnpatch.kernels.prefill_hopper.schedule import TILE_COST
 from attnpatch.kernels.prefill_hopper.tables import Table, table
@@ -41,6 +42,9 @@ DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 _INPUTS = ("q", "k", "v", "lse", "sinks", "alibi_slopes", "key_bounds", "q_offset")
 """Fields of the call that the kernel takes."""
 
+_PACKING = ("cu_seqlens_q", "cu_seqlens_k")
+"""Likewise, of packed sequences."""
+
 
 class Launches(NamedTuple):
     """What a call launches, and what it allocates.
@@ -50,13 +54,15 @@ class Launches(NamedTuple):
             triton.prefill's on the tiles that it leaves where there are masks. None where the output is empty.
         output: shape and strides of ``AttentionCall.empty_output``.
         ranges: shape of the ranges; None without bounds.
-        table: the tiles of each program.
+        table: the tiles of each program; None where they are packed.
+        dealt: size of the table that the launch makes of packed sequences.
     """
 
     launch: Launch | None
     output: tuple[tuple[int, ...], tuple[int, ...]]
     ranges: tuple[int, ...] | None = None
     table: Table | None = None
+    dealt: Dealt | None = None
 
 
 def prefill_hopper(call: AttentionCall) -> Tensor:
@@ -69,9 +75,11 @@ def prefill_hopper(call: AttentionCall) -> Tensor:
         ``[batch, num_heads, seqlen_q, head_dim_v]`` in the layout of ``AttentionCall.empty_output``.
     """
     call = _aligned(_with_bounds(call))
-    launch, output, ranges, tiles = planned(_launches, call)
+    launch, output, ranges, tiles, size = planned(_launches, call)
     o = call.q.new_empty_strided(*output)
-    if launch is not None and tiles is not None:
+    if launch is not None and size is not None:
+        launch(call, *size.new(call.q), o, o)
+    elif launch is not None and tiles is not None:
         made = () if ranges is None else (call.q.new_empty(ranges, dtype=torch.int32),)
         launch(call, *made, o, *tiles.read())
     return o
@@ -105,16 +113,26 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _launches(call: AttentionCall) -> Launches:
-    o = call.empty_output()
+    o = new_output(call.q, call.v)  # the kernel zeroes rows of no sequence
     output = tuple(o.shape), o.stride()
     if o.numel() == 0:
         return Launches(None, output)
     config = choose_config(call)
+    if call.cu_seqlens_q is not None:
+        return _packed_launches(call, config, o)
     tiles = _table(call, config.BLOCK_N)
     ranges = None if call.key_bounds is None else ranges_shape(call, BLOCK_M)
     rest = None if ranges is None or not _masks(call) else _rest(call, ranges, tiles)
-    launch = _attention(call, config, o, ranges, tiles, rest)
+    makes = (*(() if ranges is None else ("ranges",)), "o", "tiles", "num_tiles")
+    launch = _attention(call, config, o, ranges, tiles, makes, rest)
     return Launches(launch if ranges is None else ranges_launch(call, ranges, BLOCK_M, launch), output, ranges, tiles)
+
+
+def _packed_launches(call: AttentionCall, config: HopperConfig, o: Tensor) -> Launches:
+    size, section = dealt(call, BLOCK_M), _heads_per_section(call, config.BLOCK_N)
+    launch = _attention(call, config, o, None, size, (None, "tiles", "num_tiles", "o", "o_rows"))
+    launch = dealing_launch(call, size, min(section, call.num_heads), BLOCK_M, config.BLOCK_N, launch)
+    return Launches(launch, (tuple(o.shape), o.stride()), dealt=size)
 
 
 def choose_config(call: AttentionCall) -> HopperConfig:
@@ -157,17 +175,19 @@ def _attention(
     config: HopperConfig,
     o: Tensor,
     ranges: tuple[int, ...] | None,
-    tiles: Table,
-    then: Launch | None,
+    tiles: Table | Dealt,
+    makes: tuple[str | None, ...],
+    then: Launch | None = None,
 ) -> Launch:
+    packed = call.cu_seqlens_q is not None
     width, width_v = padded_width(call.head_dim), padded_width(call.head_dim_v)
     shares_q = config.SHARES_Q and width == width_v
     return Launch(
         _prefill_hopper_kernel,
         tiles.programs,
         call,
-        _INPUTS,
-        (*(() if ranges is None else ("ranges",)), "o", "tiles", "num_tiles"),
+        (*_INPUTS, *_PACKING),
+        makes,
         then,
         described={
             "q": _described(call.q, ROWS.value, width),
@@ -176,6 +196,7 @@ def _attention(
             "o": _described(o, ROWS.value, width_v),
         },
         **({"ranges": None} if ranges is None else {}),
+        **({} if packed else {"o_rows": None}),
         offset_stride=offset_stride(call),
         sm_scale=call.sm_scale,
         softcap=call.softcap,
@@ -189,6 +210,7 @@ def _attention(
         seqlen_q=call.seqlen_q,
         seqlen_k=call.seqlen_k,
         max_tiles=tiles.max_tiles,
+        batch=call.batch if packed else None,
         GROUP_SIZE=call.group_size,
         BLOCK_D=width,
         BLOCK_DV=width_v,
@@ -196,6 +218,7 @@ def _attention(
         STAGES=config.STAGES,
         SHARES_Q=shares_q,
         MAY_HOLD_ANYTHING=_may_hold_anything(call),
+        HEAD_DIM_V=call.head_dim_v if packed else None,
         num_warps=4,
     )
 
@@ -226,7 +249,7 @@ def _ranges_strides(shape: tuple[int, ...] | None) -> tuple[int, int, int] | Non
 
 def _may_hold_anything(call: AttentionCall) -> bool:
     """Whether there may be keys that no query sees, as in a cache with room: those may be no numbers."""
-    if call.key_bounds is not None:
+    if call.key_bounds is not None or call.cu_seqlens_q is not None:  # or another sequence's
         return True
     if call.window_right is None:
         return False
@@ -244,6 +267,7 @@ def _table(call: AttentionCall, block_n: int) -> Table:
 
 
 def _heads_per_section(call: AttentionCall, block_n: int) -> int:
-    keys = -(-call.seqlen_k // block_n) * block_n
+    sequences = call.batch if call.cu_seqlens_q is not None and call.cu_seqlens_k is None else 1
+    keys = -(-call.seqlen_k // block_n) * block_n * sequences
     bytes_per_kv_head = keys * (call.head_dim + call.head_dim_v) * call.k.element_size()
     return max(1, SECTION_BYTES // bytes_per_kv_head) * call.group_size

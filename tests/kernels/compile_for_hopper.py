@@ -24,6 +24,7 @@ from attnpatch.kernels.decode import launch as decode_launch
 from attnpatch.kernels.prefill import configs as prefill_configs
 from attnpatch.kernels.prefill import launch as prefill_launch
 from attnpatch.kernels.prefill_hopper import launch as hopper_launch
+from attnpatch.kernels.prefill_hopper import packed as hopper_packed
 from attnpatch.testing.inputs import key_bounds
 
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -130,12 +131,16 @@ def compile_prefill(width, dtype, descriptors, terms):
 WINDOW = TERMS["window"]
 OFFSET = torch.zeros(1, dtype=torch.int64)
 PADDING_AND_OFFSET = {"key_padding": torch.ones(1, 256, dtype=torch.bool), "q_offset": OFFSET}
+SEQLENS = torch.tensor([0, 100, 256], dtype=torch.int32)
+PACKED = {**CAUSAL, "q_offset": torch.zeros(2, dtype=torch.int32), "cu_seqlens_q": SEQLENS, "cu_seqlens_k": SEQLENS}
 HOPPER_TERMS = {
     **{f"{width} causal": CAUSAL for width in (64, 128, 256)},
     **{f"{width} causal, offset on the device": {**CAUSAL, "q_offset": OFFSET} for width in (128, 256)},
     "64 slopes and lse": {**CAUSAL, "alibi_slopes": torch.zeros(8), "lse": torch.zeros(1, 8, 256)},
     "128 window, sinks and lse": {**WINDOW, "sinks": torch.zeros(8), "lse": torch.zeros(1, 8, 256)},
     "256 window and softcap": {**WINDOW, "softcap": 30.0},
+    **{f"{width} packed": PACKED for width in (64, 128, 256)},
+    "128 packed, every term": {**PACKED, **TERMS["terms"], "window_left": 99, "softcap": 30.0},
     **{f"{width} bounds, padding and offset": {**BOUNDS, **CAUSAL, **PADDING_AND_OFFSET} for width in (64, 128, 256)},
     **{f"{width} bounds and mask": {**BOUNDS, **MASK} for width in (64, 128, 256)},
 }
@@ -155,6 +160,8 @@ def compile_prefill_hopper(width, terms, width_v=None):
         mock.patch.object(hopper_launch, "choose_rest", return_value=REST[width]),
         mock.patch.object(hopper_launch, "_prefill_hopper_kernel", kernel),
         mock.patch.object(hopper_launch, "_ranges_kernel", CompileOnly(hopper_launch._ranges_kernel)),
+        mock.patch.object(hopper_packed, "_blocks_kernel", CompileOnly(hopper_packed._blocks_kernel)),
+        mock.patch.object(hopper_packed, "_deal_kernel", CompileOnly(hopper_packed._deal_kernel)),
         mock.patch.object(support, "_plans", {}),
         mock.patch("torch.cuda.get_device_properties", return_value=mock.Mock(multi_processor_count=132)),
     ):

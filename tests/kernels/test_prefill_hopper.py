@@ -18,7 +18,7 @@ from attnpatch.kernels.prefill_hopper import backend
 from attnpatch.kernels.prefill_hopper.launch import ranges_launch, ranges_shape
 from attnpatch.kernels.prefill_hopper.masks import key_blocks, seen_keys
 from attnpatch.kernels.prefill_hopper.schedule import assign
-from attnpatch.testing.inputs import key_bounds, packed, paged, quantised, random_call
+from attnpatch.testing.inputs import key_bounds, paged, quantised, random_call
 
 WINDOW = st.none() | st.integers(0, 70)
 
@@ -144,10 +144,6 @@ REFUSED = {
     "pages": (
         paged(CALL, 16),
         "K and V lie in pages of 16, and triton.prefill_hopper follows no block_table",
-    ),
-    "packed": (
-        packed([half_call(batch=1)] * 2),
-        "2 sequences are packed, and triton.prefill_hopper reads no cu_seqlens_q",
     ),
     "8 bits": (
         quantised(CALL, torch.int8),

@@ -38,6 +38,9 @@ NARROW_LOADS = {"decode codes, 16 rows 256": 4}
 SPILLS_OF_HOPPER = {
     "hopper descriptor 128 causal, offset on the device": 5,
     "hopper descriptor 256 causal, offset on the device": 4,
+    "hopper descriptor 128 packed": 10,
+    "hopper descriptor 256 packed": 16,
+    "hopper descriptor 128 packed, every term": 20,
     "hopper descriptor 256 bounds, padding and offset": 67,
     "hopper descriptor 256 bounds and mask": 56,
 }
@@ -90,7 +93,7 @@ def test_spills_beside_bounds(rows):
 
 
 def test_spills_of_hopper(rows):
-    """None, but where rows of V are cleaned while a block waits."""
+    """None, but where rows of V are cleaned while a block waits, and what packed sequences read once per tile."""
     for name, row in named(rows, "hopper").items():
         if name not in SPILLS_OF_REST:
             assert row["spills"] <= SPILLS_OF_HOPPER.get(name, 0), (name, row["spills"])
