@@ -7,6 +7,7 @@ C that it generates for a signature.
 
 import ctypes
 import gc
+import multiprocessing
 import random
 import re
 import shutil
@@ -14,6 +15,7 @@ import struct
 import subprocess
 import threading
 import weakref
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -498,6 +500,12 @@ def _all_of_it(x, offset, y, out, strides, length, scale, window, flag, BLOCK: t
 
 
 def test_a_compiled_kernel_takes_what_is_passed():
+    """In a process of its own: the interpreter leaves changes in the language that the compiler cannot use."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as fresh:
+        fresh.submit(_check_what_a_compiled_kernel_takes).result()
+
+
+def _check_what_a_compiled_kernel_takes():
     """By its PTX: as many parameters, as wide, in this order."""
     signature = {"x": "*fp32", "offset": "i64", "y": "constexpr", "out": "*fp32", "strides": ("i32", "constexpr")}
     signature |= {"length": "i32", "scale": "fp32", "window": "fp64", "flag": "u1", "BLOCK": "constexpr"}
