@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import shared
 import torch
-from torch import Tensor
 
 import attnpatch
 
@@ -68,9 +67,25 @@ def places(model: Any, path: str) -> Iterator[Row]:
         yield Row(str(place), len(modules), shared.nbytes(*(x for m in modules for x in m.parameters())))
 
 
-def generate(model: Any, ids: Tensor, new_tokens: int) -> Tensor:
-    asked = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **asked)[:, ids.shape[1] :]
+def show(rows: list[Row], title: str) -> None:
+    cells = [(row.place, f"{row.modules:,}", f"{row.num_bytes / 2**20:,.1f}") for row in rows]
+    shared.print_table(title, ("place", "modules", "MiB of\nweights"), cells)
+
+
+def show_speeds(speeds: dict[str, shared.Speed]) -> None:
+    cells = [(name, f"{ms:,.1f}", f"{1e3 / per_s:,.1f}") for name, (ms, per_s) in speeds.items()]
+    shared.print_table(
+        f"medians of {shared.GENERATED} runs of generate()", ("", "first token\nms", "each token\nafter it, ms"), cells
+    )
+
+
+def plot(rows: list[Row], speeds: dict[str, shared.Speed], title: str, path: str) -> None:
+    figure, (where, time) = shared.panels(2, title)
+    sizes = [row.num_bytes / 2**20 for row in rows]
+    shared.bars(where, [row.place for row in rows], {"": sizes}, "weights, MiB", "{:,.1f}")
+    ms = [1e3 / speed.tokens_per_s for speed in speeds.values()]
+    shared.bars(time, list(speeds), {"": ms}, "ms per token", "{:,.1f}")
+    figure.savefig(path, dpi=120)
 
 
 def part(text: str) -> float:
@@ -84,32 +99,38 @@ def part(text: str) -> float:
     return value
 
 
-def main(argv: Sequence[str] | None = None) -> list[Row]:
-    parser = shared.parser(__doc__, plots=False)
+def main(argv: Sequence[str] | None = None) -> tuple[list[Row], dict[str, shared.Speed]]:
+    parser = shared.parser(__doc__)
     parser.add_argument(
         "--model", metavar="DIR", help=f"a causal language model; default: a tiny Llama of {LAYERS} layers"
     )
     parser.add_argument("--share", type=part, default=0.5, help="of the weights, that --device may hold; default 0.5")
     parser.add_argument("--prompt-tokens", type=shared.count, default=64, metavar="N", help="default %(default)s")
-    parser.add_argument("--new-tokens", type=shared.count, default=16, metavar="N", help="default %(default)s")
+    parser.add_argument("--new-tokens", type=shared.several, default=16, metavar="N", help="default %(default)s")
     args = parser.parse_args(argv)
     shared.needs(parser, "transformers", "accelerate")
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as elsewhere:
         path = args.model or write_random_llama(folder)
         model = spread(path, args.device, args.share, elsewhere)
         rows = list(places(model, path))
-        cells = [(row.place, f"{row.modules:,}", f"{row.num_bytes / 2**20:,.1f}") for row in rows]
         title = f"{type(model).__name__}, float32\n{shared.machine(args.device)}"
-        shared.print_table(title, ("place", "modules", "MiB of\nweights"), cells)
-        ids = torch.randint(1, model.config.vocab_size, (1, args.prompt_tokens), device=args.device)
-        expected = generate(model, ids, args.new_tokens)
+        show(rows, title)
+        ids = shared.draw_ids(model, args.prompt_tokens)
+        expected = shared.generate(model, ids, args.new_tokens)
         attnpatch.patch(model, strict=True)
-        found = generate(model, ids, args.new_tokens)
+        found = shared.generate(model, ids, args.new_tokens)
         assert torch.equal(found, expected), f"{found.tolist()} is not {expected.tolist()}"
-        console = shared.console()
-        console.print(f"greedy: all {args.new_tokens} new tokens are those of the unpatched model", highlight=False)
-        console.print(attnpatch.report(model))
-    return rows
+        report = attnpatch.report(model)
+        speeds = {"patched": shared.speed(model, ids, args.new_tokens)}
+        attnpatch.unpatch(model)
+        speeds = {"unpatched": shared.speed(model, ids, args.new_tokens), **speeds}
+    show_speeds(speeds)
+    console = shared.console()
+    console.print(f"greedy: all {args.new_tokens} new tokens are those of the unpatched model", highlight=False)
+    console.print(report)
+    if args.plot:
+        plot(rows, speeds, title, args.plot)
+    return rows, speeds
 
 
 if __name__ == "__main__":

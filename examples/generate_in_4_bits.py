@@ -44,8 +44,8 @@ def random_llama(device: torch.device) -> Any:
         vocab_size=1024, hidden_size=256, intermediate_size=512, num_hidden_layers=2, head_dim=128,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return LlamaForCausalLM._from_config(config, attn_implementation="eager").to(device, dtype).eval()
+    model = LlamaForCausalLM._from_config(config, attn_implementation="eager")
+    return model.to(device, shared.dtype_on(device)).eval()
 
 
 def model_and_prompt(args: Namespace) -> tuple[Any, Any, Tensor]:
@@ -53,14 +53,12 @@ def model_and_prompt(args: Namespace) -> tuple[Any, Any, Tensor]:
     if args.model is None:
         model = random_llama(args.device)
         return model, None, torch.randint(1, 1024, (1, args.prompt_tokens), device=args.device)
-    dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
-    model, tokenizer = load_checkpoint(args.model, dtype, "eager", args.device)
+    model, tokenizer = load_checkpoint(args.model, shared.dtype_on(args.device), "eager", args.device)
     return model, tokenizer, tokenizer(args.prompt, return_tensors="pt")["input_ids"].to(args.device)
 
 
 def generate(model: Any, ids: Tensor, new_tokens: int) -> Generated:
-    asked = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "output_logits": True}
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **asked)
+    output = shared.generate(model, ids, new_tokens, output_logits=True, return_dict_in_generate=True)
     return Generated(output.sequences[0, ids.shape[1] :].tolist(), output.logits[0], output.past_key_values)
 
 

@@ -1,10 +1,25 @@
 """Attention written by hand, in a model that no library knows: the rewrite goes by what it computes."""
 
+import copy
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import shared
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 import attnpatch
+from attnpatch.testing.tolerance import run_float64
+
+
+class Row(NamedTuple):
+    """One length; errors and times of "by hand" and "patched", bytes not moved in one call."""
+
+    seqlen: int
+    error: dict[str, float]
+    kv_bytes: int
+    score_bytes: int
+    ms: dict[str, float]
 
 
 class Attention(nn.Module):
@@ -28,17 +43,59 @@ class Attention(nn.Module):
         return self.out(o.transpose(1, 2).reshape(batch, seqlen, -1))
 
 
-def main() -> None:
+def measure(model: Attention, patched: Attention, batch: int, seqlen: int) -> Row:
+    weight = next(model.parameters())
+    (x,) = shared.draw((batch, seqlen, weight.shape[1]), device=weight.device)
+    runs: shared.Runs = {"by hand": lambda: model(x), "patched": lambda: patched(x)}
+    before = shared.not_moved(attnpatch.report(patched))
+    outputs = {name: run() for name, run in runs.items()}
+    after = shared.not_moved(attnpatch.report(patched))
+    error = shared.errors(outputs, outputs["by hand"], run_float64(model, x))
+    return Row(seqlen, error, after[0] - before[0], after[1] - before[1], shared.times(runs, x.device))
+
+
+def show(rows: list[Row], title: str) -> None:
+    headers = (
+        *("S", "ms\nby hand", "ms\npatched", "by hand /\npatched", "K/V copies\nMiB", "scores\nMiB"),
+        *("error\nby hand", "error\npatched"),
+    )
+    cells = [
+        (
+            *(f"{row.seqlen:,}", *(f"{ms:,.2f}" for ms in row.ms.values())),
+            f"{row.ms['by hand'] / row.ms['patched']:.2f}",
+            *(f"{size / 2**20:,.1f}" for size in (row.kv_bytes, row.score_bytes)),
+            *(f"{error:.1e}" for error in row.error.values()),
+        )
+        for row in rows
+    ]
+    shared.print_table(title, headers, cells)
+
+
+def plot(rows: list[Row], title: str, path: str) -> None:
+    figure, (time, moved) = shared.panels(2, title)
+    seqlens = [row.seqlen for row in rows]
+    sizes = [{"K/V copies": row.kv_bytes, "scores": row.score_bytes} for row in rows]
+    shared.lines(time, seqlens, shared.series([row.ms for row in rows]), "S, tokens", "ms")
+    shared.lines(moved, seqlens, shared.series(sizes, 2**20), "S, tokens", "not moved, MiB")
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    parser = shared.parser(__doc__)
+    shared.sizes(parser, "default: 256 to 1024, on a GPU to 4096", batch=2)
+    args = parser.parse_args(argv)
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, x = Attention().to(device), torch.randn(2, 300, 256, device=device)
+    model = Attention().to(args.device, shared.dtype_on(args.device))
+    patched = attnpatch.patch(copy.deepcopy(model), strict=True)
+    seqlens = args.seqlens or (256, 512, 1024, 2048, 4096)[: 5 if args.device.type == "cuda" else 3]
     with torch.no_grad():
-        expected = model(x)
-        attnpatch.patch(model)
-        error = (model(x) - expected).abs().max().item()
-    console = Console()
-    console.print(attnpatch.report(model))
-    console.print(f"largest difference from the unpatched model: {error:.1e}")
+        rows = [measure(model, patched, args.batch, seqlen) for seqlen in seqlens]
+    title = f"8 heads of 32 on 2 K/V heads, causal, batch {args.batch}\n{shared.machine(args.device)}"
+    show(rows, f"{title}\nK/V copies, scores: not moved in one call; error: the largest against float64")
+    shared.console().print(attnpatch.report(patched))
+    if args.plot:
+        plot(rows, title, args.plot)
+    return rows
 
 
 if __name__ == "__main__":

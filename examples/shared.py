@@ -5,8 +5,10 @@ import datetime
 import importlib.util
 import platform
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from rich import box
@@ -14,15 +16,23 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from attnpatch.cli.measure import elapsed_ms
+from attnpatch.cli.checkpoint import NAME, CheckpointMissing
+from attnpatch.cli.measure import TokenClock, elapsed_ms
+from attnpatch.reporting import Report
 from attnpatch.testing.tolerance import assert_same_function, max_error
 
 ROUNDS = 5
+GENERATED = 3
+"""Rounds of whole models."""
+
 REPLAYED = 10
 """Calls in one CUDA graph, over the same tensors: up to the size of the L2 they may be read from there."""
 
 WIDTH = 120
 """Of tables in files and pipes."""
+
+MODEL = f"a causal language model's folder; default: {NAME}"
+CONFIG = "a config.json, or its folder: random weights instead"
 
 PICTURES = (".png", ".pdf", ".svg")
 
@@ -30,13 +40,12 @@ Runs = dict[str, Callable[[], Any]]
 """Ways to compute the same thing, by name."""
 
 
-def parser(text: str, plots: bool = True) -> argparse.ArgumentParser:
-    """``--device``, and ``--plot`` where there is something to draw."""
+def parser(text: str) -> argparse.ArgumentParser:
+    """With ``--device`` and ``--plot``."""
     made = argparse.ArgumentParser(description=text)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     made.add_argument("--device", type=device, default=default, help="default here: %(default)s")
-    if plots:
-        made.add_argument("--plot", type=picture, metavar="FILE", help=f"write a picture, too: {', '.join(PICTURES)}")
+    made.add_argument("--plot", type=picture, metavar="FILE", help=f"write a picture, too: {', '.join(PICTURES)}")
     return made
 
 
@@ -54,6 +63,15 @@ def needs(parser: argparse.ArgumentParser, *modules: str) -> None:
     for module in modules:
         if importlib.util.find_spec(module) is None:
             parser.error(f"{module} is not installed: pip install 'attnpatch[hf]'")
+
+
+@contextmanager
+def loading(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Exit with 2 and a sentence when there is no model to load, or none that can be read."""
+    try:
+        yield
+    except (CheckpointMissing, OSError, ValueError) as error:
+        parser.error(str(error))
 
 
 def device(text: str) -> torch.device:
@@ -85,11 +103,60 @@ def count(text: str) -> int:
     return int(text)
 
 
+def several(text: str) -> int:
+    """An argument that is a whole number from 2 on: between two tokens there is a time."""
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 2 on")
+    return int(text)
+
+
+def dtype_on(device: torch.device) -> torch.dtype:
+    """bfloat16 on a GPU, float32 on a CPU."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def draw(*shapes: tuple[int, ...], device: torch.device, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Normal tensors, the same in every run; without a dtype bfloat16 on a GPU, float32 on a CPU."""
+    """Normal tensors, the same in every run; without a dtype that of :func:`dtype_on`."""
     generator = torch.Generator(device).manual_seed(0)
-    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    dtype = dtype or dtype_on(device)
     return [torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes]
+
+
+def draw_ids(model: Any, tokens: int) -> Tensor:
+    """Random token ids ``[1, tokens]`` on the model's device, the same in every run."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1, model.config.vocab_size, (1, tokens), generator=generator).to(model.device)
+
+
+def generate(model: Any, ids: Tensor, new_tokens: int, **options: Any) -> Any:
+    """Greedy ``generate()`` of exactly so many new tokens after one prompt without padding."""
+    asked = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **asked, **options)
+
+
+class Speed(NamedTuple):
+    """Milliseconds from the prompt to the first token, and tokens per second after it."""
+
+    first_ms: float
+    tokens_per_s: float
+
+
+def speed(model: Any, ids: Tensor, new_tokens: int) -> Speed:
+    """Medians of GENERATED runs; the prefill has run before, and the first tokens may still compile."""
+    clocks = [TokenClock() for _ in range(GENERATED)]
+    for clock in clocks:
+        generate(model, ids, new_tokens, streamer=clock)
+    first = [1e3 * (clock.arrivals[1] - clock.arrivals[0]) for clock in clocks]
+    return Speed(statistics.median(first), statistics.median(clock.tokens_per_s() for clock in clocks))
+
+
+def not_moved(report: Report) -> tuple[int, int]:
+    """Bytes of K/V copies and of scores that were not moved up to this report."""
+    return sum(x.kv_bytes_avoided for x in report.sites), sum(x.score_bytes_avoided for x in report.sites)
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -112,9 +179,17 @@ def errors(outputs: dict[str, Tensor], original: Tensor, exact: Tensor) -> dict[
 
 def times(runs: Runs, device: torch.device) -> dict[str, float]:
     """Median milliseconds of each, taken in turns; on a GPU in CUDA graphs, so that the host does not count."""
-    timers = {name: _timer(run, device) for name, run in runs.items()}
-    rounds = [{name: timer() for name, timer in timers.items()} for _ in range(ROUNDS)]
-    return {name: statistics.median(each[name] for each in rounds) for name in runs}
+    return _medians({name: _timer(run, device) for name, run in runs.items()}, ROUNDS)
+
+
+def times_as_called(runs: Runs, device: torch.device) -> dict[str, float]:
+    """Those of whole models, which CUDA graphs do not capture, so the host counts; each has run before."""
+    return _medians({name: partial(elapsed_ms, run, device) for name, run in runs.items()}, GENERATED)
+
+
+def _medians(timers: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    found = [{name: timer() for name, timer in timers.items()} for _ in range(rounds)]
+    return {name: statistics.median(each[name] for each in found) for name in timers}
 
 
 def _timer(run: Callable[[], Any], device: torch.device) -> Callable[[], float]:
@@ -186,3 +261,16 @@ def lines(axes: Any, x: Sequence[int], series: Mapping[str, Sequence[float]], xl
     axes.set_ylabel(ylabel)
     axes.grid(True, alpha=0.3)
     axes.legend(frameon=False)
+
+
+def bars(axes: Any, groups: Sequence[str], series: Mapping[str, Sequence[float]], ylabel: str, fmt: str) -> None:
+    """Bars side by side for every group, one per series, each with its number; a legend where there are several."""
+    width = 0.8 / len(series)
+    for i, (name, values) in enumerate(series.items()):
+        places = [group + (i - (len(series) - 1) / 2) * width for group in range(len(groups))]
+        axes.bar_label(axes.bar(places, values, width * 0.9, label=name), fmt=fmt, fontsize=8)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.margins(y=0.3 if len(series) > 1 else 0.1)
+    axes.set_ylabel(ylabel)
+    if len(series) > 1:
+        axes.legend(frameon=False)

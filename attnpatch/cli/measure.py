@@ -225,7 +225,7 @@ def load(model: str | None, config: str | None, dtype: torch.dtype, attn_impleme
     if not Path(config).exists():  # transformers would look for it on its hub
         raise FileNotFoundError(f"--config {config}: there is no such file or folder")
     torch.manual_seed(0)
-    with plain_errors(config):
+    with plain_errors(config), torch.device(device):  # billions of random numbers take a CPU a minute
         found = AutoConfig.from_pretrained(config)
         made = AutoModelForCausalLM.from_config(found, dtype=dtype, attn_implementation=attn_implementation)
     return made.to(device).eval()
