@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     shared.needs(parser, "transformers")
     with shared.loading(parser):
         model = load(args.model, args.config, shared.dtype_on(args.device), "eager", args.device)
-    ids = shared.draw_ids(model, args.seqlen or (2048 if args.device.type == "cuda" else 128))
+    ids = shared.draw_ids(model, args.seqlen or (2048 if args.device.type == "cuda" else 128), args.device)
     with torch.no_grad():
         rows = measure(model, ids, args.inductor)
     title = (

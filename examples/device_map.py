@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[Row], dict[str, shared
         rows = list(places(model, path))
         title = f"{type(model).__name__}, float32\n{shared.machine(args.device)}"
         show(rows, title)
-        ids = shared.draw_ids(model, args.prompt_tokens)
+        ids = shared.draw_ids(model, args.prompt_tokens, args.device)
         expected = shared.generate(model, ids, args.new_tokens)
         attnpatch.patch(model, strict=True)
         found = shared.generate(model, ids, args.new_tokens)

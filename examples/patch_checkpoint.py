@@ -58,6 +58,24 @@ def write(model: Any, tokenizer: Any, new_tokens: int) -> str:
     return tokenizer.decode(shared.generate(model, ids, new_tokens)[0], skip_special_tokens=True)
 
 
+def measure(model: Any, tokenizer: Any, prompts: list[Tensor], new_tokens: int) -> tuple[list[Row], str, Any]:
+    """A row per prompt; the text and the report of the model while it was patched. It is left as it was."""
+    original = [(first_logits(model, ids), exact_logits(model, ids)) for ids in prompts]
+
+    attnpatch.patch(model, strict=True)
+
+    checked = [check(model, ids, *pair) for ids, pair in zip(prompts, original, strict=True)]
+    patched = [shared.speed(model, ids, new_tokens) for ids in prompts]
+    text = write(model, tokenizer, new_tokens) if tokenizer else ""
+    report = attnpatch.report(model)
+    attnpatch.unpatch(model)
+    rows = [
+        Row(ids.shape[1], *found, {"eager": shared.speed(model, ids, new_tokens), "attnpatch": speed})
+        for ids, found, speed in zip(prompts, checked, patched, strict=True)
+    ]
+    return rows, text, report
+
+
 def show(rows: list[Row], title: str) -> None:
     headers = (
         *("S", "first token, ms\neager", "first token, ms\nattnpatch", "tokens/s\neager", "tokens/s\nattnpatch"),
@@ -99,25 +117,11 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     on_gpu = args.device.type == "cuda"
     shared.needs(parser, "transformers")
     model, tokenizer = model_and_tokenizer(parser, args)
-    prompts = [shared.draw_ids(model, n) for n in args.seqlens or ((512, 2048, 4096) if on_gpu else (128, 256))]
-    new_tokens = args.new_tokens or (32 if on_gpu else 8)
-    original = [(first_logits(model, ids), exact_logits(model, ids)) for ids in prompts]
-
-    attnpatch.patch(model, strict=True)
-
-    checked = [check(model, ids, *pair) for ids, pair in zip(prompts, original, strict=True)]
-    patched = [shared.speed(model, ids, new_tokens) for ids in prompts]
-    text = write(model, tokenizer, new_tokens) if tokenizer else ""
-    report = attnpatch.report(model)
-    attnpatch.unpatch(model)
-    rows = [
-        Row(ids.shape[1], *found, {"eager": shared.speed(model, ids, new_tokens), "attnpatch": speed})
-        for ids, found, speed in zip(prompts, checked, patched, strict=True)
-    ]
-    title = (
-        f"{type(model).__name__}, {model.num_parameters() / 1e6:,.0f} million parameters, {shared.named(model.dtype)}"
-    )
-    title = f"{title}\n{shared.machine(args.device)}"
+    seqlens = args.seqlens or ((512, 2048, 4096) if on_gpu else (128, 256))
+    prompts = [shared.draw_ids(model, seqlen, args.device) for seqlen in seqlens]
+    rows, text, report = measure(model, tokenizer, prompts, args.new_tokens or (32 if on_gpu else 8))
+    size = f"{model.num_parameters() / 1e6:,.0f} million parameters"
+    title = f"{type(model).__name__}, {size}, {shared.named(model.dtype)}\n{shared.machine(args.device)}"
     show(rows, f"{title}\nK/V copies, scores: not moved in one prefill; error: the largest of logits against float64")
     console = shared.console()
     console.print(text, markup=False, highlight=False)

@@ -126,10 +126,10 @@ def draw(*shapes: tuple[int, ...], device: torch.device, dtype: torch.dtype | No
     return [torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes]
 
 
-def draw_ids(model: Any, tokens: int) -> Tensor:
-    """Random token ids ``[1, tokens]`` on the model's device, the same in every run."""
+def draw_ids(model: Any, tokens: int, device: torch.device) -> Tensor:
+    """Random token ids ``[1, tokens]``, the same in every run."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(1, model.config.vocab_size, (1, tokens), generator=generator).to(model.device)
+    return torch.randint(1, model.config.vocab_size, (1, tokens), generator=generator).to(device)
 
 
 def generate(model: Any, ids: Tensor, new_tokens: int, **options: Any) -> Any:
