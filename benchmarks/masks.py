@@ -199,7 +199,8 @@ def _valid_cache(call: AttentionCall) -> AttentionCall:
 
 
 def _flex(flex: Flex) -> Callable[[AttentionCall], Tensor]:
-    """FlexAttention, compiled, with its block mask made beforehand."""
+    """FlexAttention, compiled, with its block mask made beforehand; what other cases compiled is forgotten."""
+    torch._dynamo.reset()
     blocks = create_block_mask(flex.mask_mod, BATCH, None, SEQLEN, SEQLEN, device=DEVICE)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
