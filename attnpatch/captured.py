@@ -53,10 +53,11 @@ class Inputs(NamedTuple):
             elif not _stays(x) and not writes.touches(node):
                 found = found._replace(copied=(*found.copied, i))
             elif is_traceable_wrapper_subclass(x):
-                found = found._replace(wrapped=(*found.wrapped, (i, attrgetter(*_parts(x)))))
+                parts = _parts(x)
+                found = found._replace(wrapped=(*found.wrapped, *([(i, attrgetter(*parts))] if parts else [])))
             else:
                 found = found._replace(kept=(*found.kept, i))
-        return found if _is_shared(graph) or found.wrapped else found._replace(caches=_caches(graph, placeholders))
+        return found if _may_be_shared(graph) else found._replace(caches=_caches(graph, placeholders))
 
     def key(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """What a call must have in common with the captured one."""
@@ -93,9 +94,9 @@ def _parts(x: Any) -> list[str]:
     return found
 
 
-def _is_shared(graph: Graph) -> bool:
-    """Whether other processes take part: they must run a step as often as this one does."""
-    return any("c10d" in str(node.target) for node in graph.nodes if node.op == "call_function")
+def _may_be_shared(graph: Graph) -> bool:
+    """Whether other processes may take part: they must run a step as often as this one does."""
+    return any("c10d" in str(node.target) or is_traceable_wrapper_subclass(value(node)) for node in graph.nodes)
 
 
 def _caches(graph: Graph, placeholders: Sequence[Node]) -> tuple[int, ...]:

@@ -183,6 +183,8 @@ def _num_sequences(name: str, seqlens: Tensor, packed: dict[str, Tensor]) -> int
             f"{name} must be int32 [batch + 1] on {device}; "
             f"got {seqlens.dtype} {tuple(seqlens.shape)} on {seqlens.device}"
         )
+    if not seqlens.is_contiguous():
+        raise ValueError(f"{name} must be contiguous; got stride {seqlens.stride(0)}: give it {name}.contiguous()")
     for owner, x in packed.items():
         if x.shape[0] != 1:
             raise ValueError(f"{owner} must be [1, heads, total, head_dim] with {name}; got {tuple(x.shape)}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnpatch.graph import is_one
+
 SCHEMA = "rotary(Tensor x, Tensor cos, Tensor sin) -> Tensor"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -63,11 +65,11 @@ def check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
             raise ValueError(f"{name} of rotary must be float16, bfloat16 or float32; got {t.dtype}")
         if t.device != x.device:
             raise ValueError(f"{name} of rotary is on {t.device}, x on {x.device}; it needs all on one device")
-        if not fits(t, x):
+        if not _fits(t, x):
             raise ValueError(f"{name} of rotary does not broadcast to x {tuple(x.shape)}; got {tuple(t.shape)}")
 
 
-def fits(t: Tensor, x: Tensor) -> bool:
+def _fits(t: Tensor, x: Tensor) -> bool:
     """Whether ``t`` broadcasts to the shape of ``x``."""
     sizes = zip(reversed(t.shape), reversed(x.shape), strict=False)
-    return t.dim() <= x.dim() and all(size in (1, whole) for size, whole in sizes)
+    return t.dim() <= x.dim() and all(is_one(size) or size == whole for size, whole in sizes)

@@ -14,7 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from attnpatch.graph import Writes, arg, emit, erase_dead, is_scalar, is_tensor, op, shape, value, varargs
+from attnpatch.graph import (
+    Writes,
+    arg,
+    emit,
+    erase_dead,
+    in_own_modes,
+    is_plain,
+    is_product,
+    is_scalar,
+    op,
+    shape,
+    value,
+)
 
 
 class Norm(NamedTuple):
@@ -24,25 +36,27 @@ class Norm(NamedTuple):
     weight: Node
     eps: float
     output: Node
+    between: tuple[Node, ...]
 
 
 def fuse_norms(graph: Graph) -> int:
     """Compute every norm of a torch-level graph by ``torch.nn.functional.rms_norm``; how many there were.
 
     It rounds once, at the end, where models round before they multiply by the weight, too. What is not spelled as such
-    a norm exactly stays as it is.
+    a norm exactly, or is written in place on the way, stays as it is.
     """
-    writes = Writes(graph)
-    norms = [norm for node in graph.nodes if op(node) == "rsqrt" and (norm := _norm(node))]
-    norms = [norm for norm in norms if not any(writes.touches(x) for x in (norm.x, norm.weight))]
-    return sum(_fuse(graph, norm) for norm in norms)
+    writes, apart = Writes(graph), in_own_modes(graph)
+    roots = [node for node in graph.nodes if op(node) == "rsqrt"]
+    return sum(_fuse(graph, writes, norm) for rsqrt in roots if (norm := _norm(rsqrt)) and norm.output not in apart)
 
 
-def _fuse(graph: Graph, norm: Norm) -> bool:
+def _fuse(graph: Graph, writes: Writes, norm: Norm) -> bool:
+    if any(map(writes.touches, (norm.x, norm.weight, *norm.between))):
+        return False
     with graph.inserting_before(norm.output):
         size = list(shape(norm.x)[-1:])
         fused = emit(graph, F.rms_norm, norm.x, size, norm.weight, norm.eps, like=norm.output)
-    if value(fused).dtype != value(norm.output).dtype:  # autocast has a dtype of its own for it
+    if value(fused).dtype != value(norm.output).dtype:  # autocast around the call has a dtype of its own for it
         graph.erase_node(fused)
         return False
     norm.output.replace_all_uses_with(fused)
@@ -53,49 +67,60 @@ def _fuse(graph: Graph, norm: Norm) -> bool:
 def _norm(rsqrt: Node) -> Norm | None:
     """The norm whose inverse root this is."""
     found, scaled = _mean_square(rsqrt), _only_user(rsqrt)
-    if found is None or op(scaled) != "mul":
+    if found is None or not is_product(scaled):
         return None
-    wide, eps = found
+    wide, eps, *before = found
     x = _source(wide)
     if set(scaled.args) not in ({wide, rsqrt}, {x, rsqrt}):
         return None
     normed = _past_cast(scaled)
     weighted = _only_user(normed)
-    if op(weighted) != "mul":
+    if not is_product(weighted):
         return None
     weight = weighted.args[1] if weighted.args[0] is normed else weighted.args[0]
     output = weighted if value(weighted).dtype == value(x).dtype else _past_cast(weighted)
-    if not is_tensor(weight) or shape(weight) != shape(x)[-1:]:
-        return None
-    one_dtype = value(weight).dtype == value(x).dtype == value(output).dtype
-    return Norm(x, weight, eps, output) if one_dtype else None
+    between = (wide, *before, rsqrt, scaled, normed, weighted)
+    return Norm(x, weight, eps, output, between) if _is_one_kind(x, weight, output) else None
 
 
-def _mean_square(rsqrt: Node) -> tuple[Node, float] | None:
-    """``wide`` and ``eps`` of ``rsqrt(mean(wide^2, -1) + eps)`` in float32."""
+def _is_one_kind(x: Node, weight: Any, output: Node) -> bool:
+    """Whether torch's norm takes these and gives what the graph does: contiguous rows of a known width."""
+    if not all(map(is_plain, (x, weight, output))) or value(x).dim() == 0 or not isinstance(shape(x)[-1], int):
+        return False
+    same = len({(value(node).dtype, value(node).device) for node in (x, weight, output)}) == 1
+    return same and shape(weight) == shape(x)[-1:] and value(output).is_contiguous()
+
+
+def _mean_square(rsqrt: Node) -> tuple[Any, ...] | None:
+    """``wide`` and ``eps`` of ``rsqrt(mean(wide^2, -1) + eps)`` in float32, and the nodes between."""
     total = arg(rsqrt, 0, "input")
-    if op(total) != "add" or not isinstance(total.args[1], float):
+    if op(total) != "add" or total.kwargs or not isinstance(total.args[1], float):
         return None
     mean = total.args[0]
-    if op(mean) != "mean" or varargs(mean, 1, "dim")[:1] != [-1] or not arg(mean, 2, "keepdim", False):
+    if op(mean) != "mean" or arg(mean, 1, "dim") not in (-1, [-1], (-1,)) or not arg(mean, 2, "keepdim", False):
         return None
     square = arg(mean, 0, "input")
-    if op(square) != "pow" or not is_scalar(square.args[1]) or square.args[1] != 2:
+    if op(square) != "pow" or square.kwargs or not is_scalar(square.args[1]) or square.args[1] != 2:
         return None
     wide = square.args[0]
-    return (wide, total.args[1]) if value(wide).dtype == value(rsqrt).dtype == torch.float32 else None
+    if not is_plain(wide) or not value(wide).dtype == value(rsqrt).dtype == torch.float32:
+        return None
+    return wide, total.args[1], square, mean, total
 
 
 def _source(wide: Node) -> Node:
     """What was cast to float32, or ``wide`` itself."""
     source: Any = arg(wide, 0, "input") if op(wide) in ("to", "float") else None
-    return source if is_tensor(source) and value(source).is_floating_point() else wide
+    if not is_plain(source) or value(source).device != value(wide).device:
+        return wide
+    return source if value(source).is_floating_point() else wide
 
 
 def _past_cast(node: Node) -> Node:
     """The cast that alone reads ``node``, or ``node``."""
     user = _only_user(node)
-    return user if op(user) in ("to", "type_as") and user.args[0] is node else node
+    is_cast = op(user) in ("to", "type_as") and arg(user, 0, "input") is node and value(user).is_floating_point()
+    return user if is_cast else node
 
 
 def _only_user(node: Node) -> Any:

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from attnpatch.graph import Writes, arg, emit, erase_dead, is_tensor, op, shape, value
-from attnpatch.rotary import DTYPES, fits
+from attnpatch.graph import Writes, arg, emit, erase_dead, in_own_modes, is_one, is_plain, is_product, op, shape, value
+from attnpatch.rotary import DTYPES
 
 
 class Turn(NamedTuple):
@@ -23,80 +24,98 @@ class Turn(NamedTuple):
     cos: Node
     sin: Node
     output: Node
+    between: tuple[Node, ...]
 
 
 def fuse_rotary(graph: Graph) -> int:
     """Compute every rotary embedding of a torch-level graph by ``attnpatch::rotary``; how many there were.
 
-    It rounds once, at the end, where models round three times. What is not spelled as such a turn exactly stays.
+    It rounds once, at the end, where models round three times. What is not spelled as such a turn exactly, or is
+    written in place on the way, stays as it is.
     """
-    writes = Writes(graph)
-    turns = [turn for node in graph.nodes if op(node) == "add" and (turn := _turn(node))]
-    turns = [turn for turn in turns if not any(writes.touches(node) for node in turn[:3])]
-    for x, cos, sin, output in turns:
-        with graph.inserting_before(output):
-            turned = emit(graph, torch.ops.attnpatch.rotary.default, x, cos, sin, like=output)
-        output.replace_all_uses_with(turned)
-        erase_dead(graph, [output])
-    return len(turns)
+    writes, apart = Writes(graph), in_own_modes(graph)
+    sums = [node for node in graph.nodes if op(node) == "add"]
+    return sum(_fuse(graph, writes, turn) for node in sums if node not in apart and (turn := _turn(node)))
+
+
+def _fuse(graph: Graph, writes: Writes, turn: Turn) -> bool:
+    x, cos, sin, output, between = turn
+    if any(map(writes.touches, (x, cos, sin, *between))):
+        return False
+    with graph.inserting_before(output):
+        turned = emit(graph, torch.ops.attnpatch.rotary.default, x, cos, sin, like=output)
+    output.replace_all_uses_with(turned)
+    erase_dead(graph, [output])
+    return True
 
 
 def _turn(output: Node) -> Turn | None:
     """What an addition adds up, if that is a turn."""
-    if len(output.args) != 2 or output.kwargs or not all(op(x) == "mul" for x in output.args):
+    if len(output.args) != 2 or output.kwargs or not all(map(is_product, output.args)):
         return None
-    for straight, across in (output.args, reversed(output.args)):
+    left, right = output.args
+    products: list[tuple[Any, Any]] = [(left, right), (right, left)]
+    for straight, across in products:
         for x, cos in _orders(straight):
             for halves, sin in _orders(across):
-                if _is_turned(halves, x) and _is_one_kind(x, cos, sin, output):
-                    return Turn(x, cos, sin, output)
+                between = _halves_of(halves, x)
+                if between and _is_one_kind(x, cos, sin, output):
+                    return Turn(x, cos, sin, output, (straight, across, halves, *between))
     return None
 
 
 def _orders(product: Any) -> list[tuple[Any, Any]]:
-    left, right = product.args[:2]
+    left, right = product.args
     return [(left, right), (right, left)]
 
 
-def _is_turned(node: Any, x: Any) -> bool:
-    """Whether ``node`` is ``cat(-x_2, x_1)``."""
-    if op(node) != "cat" or not is_tensor(x) or arg(node, 1, "dim", 0) not in (-1, value(x).dim() - 1):
-        return False
+def _halves_of(node: Any, x: Any) -> tuple[Node, ...]:
+    """The nodes between ``x`` and ``cat(-x_2, x_1)``; none if ``node`` is something else."""
+    if op(node) != "cat" or not is_plain(x) or value(x).dim() != 4 or arg(node, 1, "dim", 0) not in (-1, 3):
+        return ()
     parts = arg(node, 0, "tensors")
     if len(parts) != 2 or op(parts[0]) != "neg":
-        return False
-    return _half_of(parts[0].args[0], x) == 1 and _half_of(parts[1], x) == 0
+        return ()
+    second: Any = arg(parts[0], 0, "input")
+    first: Any = parts[1]
+    return (parts[0], second, first) if (_half_of(second, x), _half_of(first, x)) == (1, 0) else ()
 
 
 def _half_of(node: Any, x: Node) -> int | None:
     """Which half of the channels of ``x`` a node is: 0, 1, or None."""
-    if op(node) != "getitem":
+    channels = shape(x)[-1]
+    if op(node) != "getitem" or not isinstance(channels, int) or channels % 2:
         return None
     source, index = node.args
     if op(source) in ("chunk", "split"):
-        return index if _halves(source, x) and index in (0, 1) else None
-    channels, middle = shape(x)[-1], shape(x)[-1] // 2
-    if source is not x or not isinstance(index, tuple) or channels != 2 * middle:
+        return index if index in (0, 1) and _is_in_two(source, x) else None
+    if source is not x or not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis:
         return None
-    if index[0] is not Ellipsis or len(index) != 2:
-        return None
-    return {(None, middle): 0, (0, middle): 0, (middle, None): 1, (middle, channels): 1}.get(_ends(index[1]))
+    middle, ends = channels // 2, _ends(index[1])
+    return 0 if ends in ((None, middle), (0, middle)) else 1 if ends in ((middle, None), (middle, channels)) else None
 
 
 def _ends(index: Any) -> Any:
     return (index.start, index.stop) if isinstance(index, slice) and index.step in (None, 1) else None
 
 
-def _halves(source: Any, x: Node) -> bool:
+def _is_in_two(source: Node, x: Node) -> bool:
     """Whether ``source`` divides the channels of ``x`` in two."""
     size = 2 if op(source) == "chunk" else shape(x)[-1] // 2
-    last = arg(source, 2, "dim", 0) in (-1, value(x).dim() - 1)
-    return source.args[0] is x and last and source.args[1:2] == (size,) and shape(x)[-1] % 2 == 0
+    last = arg(source, 2, "dim", 0) in (-1, 3)
+    return last and source.args[:2] == (x, size)
 
 
 def _is_one_kind(x: Node, cos: Any, sin: Any, output: Node) -> bool:
     """Whether the operator takes these and gives what the graph does."""
-    if not all(is_tensor(t) and value(t).dtype in DTYPES for t in (x, cos, sin)):
+    if not all(is_plain(t) and value(t).dtype in DTYPES and value(t).device == value(x).device for t in (x, cos, sin)):
         return False
-    same = (shape(x), value(x).dtype) == (shape(output), value(output).dtype)
-    return same and value(x).dim() == 4 and all(fits(value(t), value(x)) for t in (cos, sin))
+    same = value(x).dtype == value(output).dtype and len(shape(output)) == 4
+    return same and _fits(output, x) and _fits(x, output) and all(_fits(t, x) for t in (cos, sin))
+
+
+def _fits(t: Node, x: Node) -> bool:
+    """Whether ``t`` is known to broadcast to the shape of ``x``."""
+    sizes = zip(reversed(shape(t)), reversed(shape(x)), strict=False)
+    known = all(is_one(size) or statically_known_true(size == whole) for size, whole in sizes)
+    return known and len(shape(t)) <= len(shape(x))

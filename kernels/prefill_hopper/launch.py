@@ -251,9 +251,13 @@ def _may_hold_anything(call: AttentionCall) -> bool:
     """Whether there may be keys that no query sees, as in a cache with room: those may be no numbers."""
     if call.key_bounds is not None or call.cu_seqlens_q is not None:  # or another sequence's
         return True
-    if call.window_right is None:
+    if call.window_left is None and call.window_right is None:
         return False
-    return isinstance(call.q_offset, Tensor) or call.q_offset + call.seqlen_q + call.window_right < call.seqlen_k
+    if isinstance(call.q_offset, Tensor):
+        return True
+    before = call.window_left is not None and call.q_offset > call.window_left
+    behind = call.window_right is not None and call.q_offset + call.seqlen_q + call.window_right < call.seqlen_k
+    return before or behind
 
 
 def _table(call: AttentionCall, block_n: int) -> Table:

@@ -105,6 +105,14 @@ def test_the_fake_makes_the_same_checks(name):
         attnpatch.attention(**arguments)
 
 
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
+def test_strided_sequence_ends(name):
+    """Which kernels would read as if they lay side by side."""
+    strided = ints(0, 99, 3, 99, 7)[::2] if name == "cu_seqlens_q" else ints(0, 99, 5, 99, 11)[::2]
+    with pytest.raises(ValueError, match=rf"{name} must be contiguous; got stride 2: give it {name}\.contiguous\(\)"):
+        attnpatch.attention(**row(**{name: strided}))
+
+
 def arguments_of(call: AttentionCall):
     """The call as the operator's keywords."""
     fields = call._asdict()

@@ -81,3 +81,27 @@ def test_on_a_cpu_the_graph_is_left_as_it_is(graphs, monkeypatch):
     with torch.no_grad():
         model(torch.arange(3, 13)[None])
     assert graphs == [{}]
+
+
+def with_gradients(ids, model):
+    with torch.enable_grad():
+        return model(ids).logits.square().mean()
+
+
+def in_autocast(ids, model):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(ids).logits.square().mean()
+
+
+@pytest.mark.parametrize("call", [with_gradients, in_autocast])
+def test_modes_inside_of_a_graph(graphs, call):
+    """What a graph of a caller without gradients does with them, or in dtypes of its own, is left to it."""
+    model, ids = make_model(num_hidden_layers=1), torch.arange(3, 13)[None]
+    compiled = torch.compile(lambda ids: call(ids, model), backend="attnpatch")
+    with torch.no_grad():
+        loss = compiled(ids)
+    assert graphs
+    assert not any(graphs)
+    if call is with_gradients:
+        loss.backward()
+        assert all(p.grad is not None for p in model.parameters())

@@ -120,6 +120,20 @@ def test_wrappers_that_stay_are_found_by_the_tensors_in_them():
     assert inputs.key(args) != before
 
 
+class Empty(TwoTensor):
+    """A wrapper with nothing in it."""
+
+    def __tensor_flatten__(self):
+        return [], None
+
+
+def test_wrappers_without_tensors_are_not_looked_into():
+    graph = torch.fx.Graph()
+    graph.placeholder("x")
+    inputs = Inputs.of(graph, [nn.Parameter(Empty(torch.ones(2), torch.ones(2)))])
+    assert inputs == Inputs((), (), ())
+
+
 def test_steps_that_other_processes_take_part_in_are_not_begun_ahead():
     """One that was begun in vain would be one more than those of the others."""
 
@@ -131,5 +145,10 @@ def test_steps_that_other_processes_take_part_in_are_not_begun_ahead():
         cache_write(k, v, x, x, position)
         return torch.ops._c10d_functional.wait_tensor(other + 1)
 
+    def wrapped(x, k, v, position, other):
+        cache_write(k, v, x, x, position)
+        return TwoTensor(other, other + 1).a  # as a DTensor made on the way is
+
     assert written(alone)
     assert not written(shared)
+    assert not written(wrapped)

@@ -229,6 +229,8 @@ HOLDS_ANYTHING = {
     "rows at the end": ({"seqlen_k": 400, "q_offset": 100}, False),
     "an offset on the device": ({"q_offset": torch.tensor(0)}, True),
     "bounds": ({"window_right": None, "key_bounds": key_bounds(0, 300)}, True),
+    "a window from the first key on": ({"seqlen_k": 400, "q_offset": 100, "window_left": 100}, False),
+    "keys before the first window": ({"seqlen_k": 400, "q_offset": 100, "window_left": 99}, True),
 }
 
 

@@ -95,6 +95,13 @@ def test_widths(widths):
     check_backend(BACKEND, call_of(seqlen_q=200, head_dim=widths[0], head_dim_v=widths[1]))
 
 
+def test_keys_before_every_window_may_be_no_numbers():
+    call = call_of(seqlen_q=128, seqlen_k=428, q_offset=300, window_left=20)
+    for x in (call.k, call.v):
+        x[:, :, :280] = math.nan
+    check_backend(BACKEND, call)
+
+
 def test_offsets_on_the_device():
     """Keys behind them are NaN."""
     call = call_of(batch=2, seqlen_q=130, seqlen_k=400, q_offset=torch.tensor([200, -1]))

@@ -9,7 +9,7 @@ import transformers
 
 HEADER = """# Coverage of Hugging Face families
 
-Written by `make coverage` (`python -m tests.models.coverage --write docs/coverage.md`); CI measures every third family, eager and SDPA in turn, and compares. Each family is a tiny random model with every kind of attention layer that the family has, batch 2 with padding where it takes text, float32 on a CPU: a prompt and three more tokens on a dynamic and on a static cache, or one forward. It runs unpatched, in float64, patched, and under a torch.compile backend that changes nothing.
+Written by `make coverage` (`python -m tests.models.coverage --write docs/coverage.md`); CI measures every fifth family, eager and SDPA in turn, and compares. Each family is a tiny random model with every kind of attention layer that the family has, batch 2 with padding where it takes text, float32 on a CPU: a prompt and three more tokens on a dynamic and on a static cache, or one forward. It runs unpatched, in float64, patched, and under a torch.compile backend that changes nothing.
 
 - **sites**: attentions fused, of all that the graphs hold. An attention that is neither fused nor refused with a reason would be a silent site; they are counted by data flow (SDPA, or a softmax that reaches a matrix product), not by the rules.
 - **mask**: what each phase's masks became; layers of different kinds are separated by `/`. `streamed`: read as the model made it.

@@ -34,6 +34,10 @@ def partial(x, cos, sin):
     return torch.cat((turned * cos + rotate_half(turned) * sin, rest), dim=-1)
 
 
+def twice(x, cos, sin):
+    return llama(llama(x, cos, sin), cos, sin)
+
+
 def backwards(x, cos, sin):
     return x * cos[:, None] + torch.cat((x[..., : D // 2], -x[..., D // 2 :]), dim=-1) * sin[:, None]
 
@@ -65,6 +69,25 @@ def overwritten(x, cos, sin):
     return straight + turned * sin[:, None]
 
 
+def set_inside(x, cos, sin):
+    halves = rotate_half(x)
+    halves[..., :2] = 3
+    return x * cos[:, None] + halves * sin[:, None]
+
+
+def by_keywords(x, cos, sin):
+    """Not even looked at further: any sum of products may be spelled so."""
+    return torch.mul(x, other=cos[:, None]) + torch.mul(rotate_half(x), other=sin[:, None])
+
+
+def of_numbers(x, cos, sin):
+    return x[0, 0, 0, 0] * cos[0, 0, 0] + rotate_half(x) * sin[:, None]
+
+
+def mapped(x, cos, sin):
+    return torch.func.vmap(lambda x, cos, sin: x * cos + rotate_half(x) * sin)(x[None], cos[None, 0], sin[None, 0])
+
+
 def wider(x, cos, sin):
     """The table has two rows for each of x."""
     return x[:1] * cos[:, None] + rotate_half(x[:1]) * sin[:, None]
@@ -92,16 +115,31 @@ def arguments(dtype, table_dtype=None):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("function", [llama, by_chunks, by_split, partial])
+@pytest.mark.parametrize("function", [llama, by_chunks, by_split, partial, twice])
 def test_turns(function, dtype):
     args = arguments(dtype)
     result, found, calls = compiled(function, *args)
-    assert (found, calls, result.dtype) == (1, 1, dtype)
+    turns = 2 if function is twice else 1
+    assert (found, calls, result.dtype) == (turns, turns, dtype)
     assert_same_function(result, function(*args), run_float64(function, *args))
 
 
 @pytest.mark.parametrize(
-    "function", [backwards, other_halves, steps, of_another, along_rows, minus, overwritten, wider]
+    "function",
+    [
+        backwards,
+        other_halves,
+        steps,
+        of_another,
+        along_rows,
+        minus,
+        overwritten,
+        wider,
+        set_inside,
+        by_keywords,
+        of_numbers,
+        mapped,
+    ],
 )
 def test_what_is_another_function_stays(function):
     expected = function(*arguments(torch.float32))
@@ -116,3 +154,39 @@ def test_tables_of_another_dtype():
     assert (found, result.dtype) == (0, torch.float32)
     result, found, _ = compiled(llama, *arguments(torch.float32, torch.bfloat16))
     assert (found, result.dtype) == (1, torch.float32)
+
+
+def test_a_width_that_changes():
+    """From the second width on it is a symbol, of which no half is known."""
+
+    def fusing(gm, _):
+        fuse_rotary(gm.graph)
+        gm.recompile()
+        return gm.forward
+
+    run = torch.compile(llama, backend=fusing, fullgraph=True)
+    for width in (D, 8, 12):
+        x, cos, sin = (t[..., :width].clone() for t in arguments(torch.float32))
+        torch.testing.assert_close(run(x, cos, sin), llama(x, cos, sin))
+
+
+def test_tables_elsewhere_stay():
+    """Numbers on the host may meet rows on a GPU; the operator needs all on one device."""
+    x = torch.zeros(2, 3, 6, D, device="meta")
+    angle = torch.tensor(0.5)
+    _, found, _ = compiled(lambda x, cos, sin: x * cos + rotate_half(x) * sin, x, angle.cos(), angle.sin())
+    assert found == 0
+
+
+def test_rows_of_unknown_number():
+    """Of rows that are chosen by their values nobody knows the number; two such numbers may differ."""
+
+    def chosen(x, cos, sin, keep):
+        rows = x[keep]
+        return rows * cos[keep] + rotate_half(rows) * sin[keep]
+
+    x, cos, sin = (t.expand(2, 3, 6, D).contiguous() if t.dim() == 4 else t[:, None] for t in arguments(torch.float32))
+    keep = torch.tensor([True, False])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        result, _, _ = compiled(chosen, x, cos, sin, keep)
+    torch.testing.assert_close(result, chosen(x, cos, sin, keep))
