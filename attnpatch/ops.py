@@ -98,8 +98,8 @@ def attention(
             keys that no row sees can be anything.
         k_scale: float32, broadcastable to ``k.shape[:3]``: k stands for ``k.float() * k_scale[..., None]``.
         v_scale: likewise.
-        cu_seqlens_q: int32 ``[batch + 1]``: where each sequence's rows begin in q, and their end. A causal term wants
-            ``q_offset_tensor = attnpatch.attention_call.bottom_right_offset(cu_seqlens_q, seqlens_k)``.
+        cu_seqlens_q: int32 ``[batch + 1]``, contiguous: where each sequence's rows begin in q, and their end. A causal
+            term wants ``q_offset_tensor = attnpatch.attention_call.bottom_right_offset(cu_seqlens_q, seqlens_k)``.
         cu_seqlens_k: int32 ``[batch + 1]``: likewise for k and v.
         batch_invariant: a sequence's result does not depend, to the bit, on the others of the batch.
         backends: comma-separated names that may run it; empty = all, in order of preference.
