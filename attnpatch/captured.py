@@ -52,9 +52,8 @@ class Inputs(NamedTuple):
                 found = found._replace(numbers=(*found.numbers, i))
             elif not _stays(x) and not writes.touches(node):
                 found = found._replace(copied=(*found.copied, i))
-            elif is_traceable_wrapper_subclass(x):
-                parts = _parts(x)
-                found = found._replace(wrapped=(*found.wrapped, *([(i, attrgetter(*parts))] if parts else [])))
+            elif parts := _parts(x):
+                found = found._replace(wrapped=(*found.wrapped, (i, attrgetter(*parts))))
             else:
                 found = found._replace(kept=(*found.kept, i))
         return found if _may_be_shared(graph) else found._replace(caches=_caches(graph, placeholders))
@@ -83,15 +82,11 @@ def _stays(x: Tensor) -> bool:
 
 
 def _parts(x: Any) -> list[str]:
-    """Paths of the plain tensors in a wrapper, which may wrap wrappers, and what is no tensor."""
-    found = []
-    for name in x.__tensor_flatten__()[0]:
-        inner = getattr(x, name)
-        if is_traceable_wrapper_subclass(inner):
-            found += [f"{name}.{path}" for path in _parts(inner)]
-        elif isinstance(inner, Tensor):
-            found.append(name)
-    return found
+    """Paths of the tensors in a wrapper of some, which may wrap others in turn; none of a plain tensor."""
+    names = x.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(x) else []
+    inner = {name: getattr(x, name) for name in names}
+    tensors = {name: part for name, part in inner.items() if isinstance(part, Tensor)}
+    return [path for name, part in tensors.items() for path in [f"{name}.{x}" for x in _parts(part)] or [name]]
 
 
 def _may_be_shared(graph: Graph) -> bool:

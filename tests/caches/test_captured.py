@@ -127,11 +127,13 @@ class Empty(TwoTensor):
         return [], None
 
 
-def test_wrappers_without_tensors_are_not_looked_into():
+def test_wrappers_without_tensors_are_kept_as_they_are():
     graph = torch.fx.Graph()
     graph.placeholder("x")
-    inputs = Inputs.of(graph, [nn.Parameter(Empty(torch.ones(2), torch.ones(2)))])
-    assert inputs == Inputs((), (), ())
+    weight = nn.Parameter(Empty(torch.ones(2), torch.ones(2)))
+    inputs = Inputs.of(graph, [weight])
+    assert inputs == Inputs((0,), (), ())
+    assert inputs.addresses([weight]) == [0]
 
 
 def test_steps_that_other_processes_take_part_in_are_not_begun_ahead():
