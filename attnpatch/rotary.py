@@ -36,7 +36,9 @@ def run(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     check(x, cos, sin)
     if not (x.is_cuda and has_triton()):
-        return reference(x, cos, sin)
+        from attnpatch.kernels.rotary import reference
+
+        return reference.rotary(x, cos, sin)
     from attnpatch.kernels.rotary import launch
 
     return launch.rotary(x, cos, sin)
@@ -46,14 +48,6 @@ def fake(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The operator on tensors without data."""
     check(x, cos, sin)
     return torch.empty_like(x)
-
-
-def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The same in plain torch."""
-    wide = x.float()
-    first, second = wide.chunk(2, dim=-1)
-    turned = wide * cos.float() + torch.cat((-second, first), dim=-1) * sin.float()
-    return torch.empty_like(x).copy_(turned)
 
 
 def check(x: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 
 from attnpatch import rotary
-from attnpatch.kernels.rotary import launch
+from attnpatch.kernels.rotary import launch, reference
 from attnpatch.testing.tolerance import assert_same_function
 
-RUNS = {"triton": launch.rotary, "torch": rotary.reference}
+RUNS = {"triton": launch.rotary, "torch": reference.rotary}
 
 
 def written(x, cos, sin):
