@@ -21,8 +21,7 @@ from attnpatch.errors import AttentionNotPatched
 from attnpatch.options import Options, from_compile
 from attnpatch.reporting import Collector, GraphRecord
 from attnpatch.rewriter import rewrite_graph
-from attnpatch.rewrites.rms_norm import fuse_norms
-from attnpatch.rewrites.rotary import fuse_rotary
+from attnpatch.rewrites import table
 
 log = logging.getLogger("attnpatch")
 
@@ -86,8 +85,8 @@ def _is_on_gpu(example_inputs: Sequence[Any]) -> bool:
 def _compile_rest(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
     if options.rest == "eager":
         if _is_on_gpu(example_inputs) and not torch.is_grad_enabled():
-            fuse_norms(gm.graph)
-            fuse_rotary(gm.graph)
+            for fuse in table.OF_THE_REST:
+                fuse(gm.graph)
             gm.recompile()
         return gm.forward
     from torch._inductor.compile_fx import compile_fx

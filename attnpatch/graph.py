@@ -116,7 +116,7 @@ def is_tensor(node: Any) -> bool:
 
 def is_plain(node: Any) -> bool:
     """Whether ``node`` yields a tensor that wraps no other: no DTensor, and none of vmap's or a gradient's levels."""
-    return isinstance(node, Node) and type(value(node)) is FakeTensor
+    return isinstance(node, Node) and isinstance(value(node), FakeTensor)
 
 
 def is_product(node: Any) -> bool:
@@ -303,23 +303,6 @@ class Writes:
             if written == base and low < self.position[writer] < high:
                 return writer
         return None
-
-
-def in_own_modes(graph: Graph) -> set[Node]:
-    """The nodes that may record gradients, or compute in dtypes of autocast's, though the graph's caller does not."""
-    found: set[Node] = set()
-    entered: list[Node] = []
-    records = False
-    for node in graph.nodes:
-        if op(node) in ("_enter_autocast", "_enter_inference_mode"):
-            entered.append(node)
-        elif op(node) in ("_exit_autocast", "_exit_inference_mode"):
-            entered.remove(node.args[0])
-        elif op(node) == "_set_grad_enabled":
-            records = bool(node.args[0])
-        if records or any(op(x) == "_enter_autocast" or x.args[0] is False for x in entered):
-            found.add(node)
-    return found
 
 
 def erase_dead(graph: Graph, nodes: Iterable[Node]) -> None:

@@ -14,19 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from attnpatch.graph import (
-    Writes,
-    arg,
-    emit,
-    erase_dead,
-    in_own_modes,
-    is_plain,
-    is_product,
-    is_scalar,
-    op,
-    shape,
-    value,
-)
+from attnpatch.fusing import Fusing
+from attnpatch.graph import CASTS, arg, is_plain, is_product, is_scalar, normal_dim, op, shape, value
 
 
 class Norm(NamedTuple):
@@ -45,23 +34,13 @@ def fuse_norms(graph: Graph) -> int:
     It rounds once, at the end, where models round before they multiply by the weight, too. What is not spelled as such
     a norm exactly, or is written in place on the way, stays as it is.
     """
-    writes, apart = Writes(graph), in_own_modes(graph)
-    roots = [node for node in graph.nodes if op(node) == "rsqrt"]
-    return sum(_fuse(graph, writes, norm) for rsqrt in roots if (norm := _norm(rsqrt)) and norm.output not in apart)
+    fusing, roots = Fusing(graph), [node for node in graph.nodes if op(node) == "rsqrt"]
+    return sum(_put(fusing, norm) for rsqrt in roots if (norm := _norm(rsqrt)))
 
 
-def _fuse(graph: Graph, writes: Writes, norm: Norm) -> bool:
-    if any(map(writes.touches, (norm.x, norm.weight, *norm.between))):
-        return False
-    with graph.inserting_before(norm.output):
-        size = list(shape(norm.x)[-1:])
-        fused = emit(graph, F.rms_norm, norm.x, size, norm.weight, norm.eps, like=norm.output)
-    if value(fused).dtype != value(norm.output).dtype:  # autocast around the call has a dtype of its own for it
-        graph.erase_node(fused)
-        return False
-    norm.output.replace_all_uses_with(fused)
-    erase_dead(graph, [norm.output])
-    return True
+def _put(fusing: Fusing, norm: Norm) -> bool:
+    args = (norm.x, list(shape(norm.x)[-1:]), norm.weight, norm.eps)
+    return fusing.put(F.rms_norm, args, norm.output, norm.between)
 
 
 def _norm(rsqrt: Node) -> Norm | None:
@@ -73,13 +52,13 @@ def _norm(rsqrt: Node) -> Norm | None:
     x = _source(wide)
     if set(scaled.args) not in ({wide, rsqrt}, {x, rsqrt}):
         return None
-    normed = _past_cast(scaled)
-    weighted = _only_user(normed)
+    casts = _cast(scaled)
+    normed, weighted = casts[-1], _only_user(casts[-1])
     if not is_product(weighted):
         return None
     weight = weighted.args[1] if weighted.args[0] is normed else weighted.args[0]
-    output = weighted if value(weighted).dtype == value(x).dtype else _past_cast(weighted)
-    between = (wide, *before, rsqrt, scaled, normed, weighted)
+    output = next((y for y in _cast(weighted) if value(y).dtype == value(x).dtype), weighted)
+    between = (wide, *before, rsqrt, *casts, weighted)
     return Norm(x, weight, eps, output, between) if _is_one_kind(x, weight, output) else None
 
 
@@ -97,9 +76,12 @@ def _mean_square(rsqrt: Node) -> tuple[Any, ...] | None:
     if op(total) != "add" or total.kwargs or not isinstance(total.args[1], float):
         return None
     mean = total.args[0]
-    if op(mean) != "mean" or arg(mean, 1, "dim") not in (-1, [-1], (-1,)) or not arg(mean, 2, "keepdim", False):
+    if op(mean) != "mean" or not arg(mean, 2, "keepdim", False):
         return None
-    square = arg(mean, 0, "input")
+    square, dim = arg(mean, 0, "input"), arg(mean, 1, "dim")
+    dims = list(dim) if isinstance(dim, (list, tuple)) else [dim]
+    if not all(isinstance(x, int) for x in dims) or [normal_dim(square, x) for x in dims] != [normal_dim(square, -1)]:
+        return None
     if op(square) != "pow" or square.kwargs or not is_scalar(square.args[1]) or square.args[1] != 2:
         return None
     wide = square.args[0]
@@ -110,17 +92,20 @@ def _mean_square(rsqrt: Node) -> tuple[Any, ...] | None:
 
 def _source(wide: Node) -> Node:
     """What was cast to float32, or ``wide`` itself."""
-    source: Any = arg(wide, 0, "input") if op(wide) in ("to", "float") else None
+    source: Any = arg(wide, 0, "input") if op(wide) in CASTS else None
     if not is_plain(source) or value(source).device != value(wide).device:
         return wide
     return source if value(source).is_floating_point() else wide
 
 
-def _past_cast(node: Node) -> Node:
-    """The cast that alone reads ``node``, or ``node``."""
-    user = _only_user(node)
-    is_cast = op(user) in ("to", "type_as") and arg(user, 0, "input") is node and value(user).is_floating_point()
-    return user if is_cast else node
+def _cast(node: Node) -> list[Node]:
+    """``node``, and casts of it one behind the other that each alone read the one before."""
+    found = [node]
+    while op(user := _only_user(found[-1])) in CASTS and value(user).is_floating_point():
+        if arg(user, 0, "input") is not found[-1]:  # type_as reads its dtype
+            break
+        found.append(user)
+    return found
 
 
 def _only_user(node: Node) -> Any:

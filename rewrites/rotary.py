@@ -13,7 +13,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from attnpatch.graph import Writes, arg, emit, erase_dead, in_own_modes, is_one, is_plain, is_product, op, shape, value
+from attnpatch.fusing import Fusing
+from attnpatch.graph import arg, is_one, is_plain, is_product, op, shape, value
 from attnpatch.rotary import DTYPES
 
 
@@ -33,20 +34,13 @@ def fuse_rotary(graph: Graph) -> int:
     It rounds once, at the end, where models round three times. What is not spelled as such a turn exactly, or is
     written in place on the way, stays as it is.
     """
-    writes, apart = Writes(graph), in_own_modes(graph)
-    sums = [node for node in graph.nodes if op(node) == "add"]
-    return sum(_fuse(graph, writes, turn) for node in sums if node not in apart and (turn := _turn(node)))
+    fusing, sums = Fusing(graph), [node for node in graph.nodes if op(node) == "add"]
+    return sum(_put(fusing, turn) for node in sums if (turn := _turn(node)))
 
 
-def _fuse(graph: Graph, writes: Writes, turn: Turn) -> bool:
-    x, cos, sin, output, between = turn
-    if any(map(writes.touches, (x, cos, sin, *between))):
-        return False
-    with graph.inserting_before(output):
-        turned = emit(graph, torch.ops.attnpatch.rotary.default, x, cos, sin, like=output)
-    output.replace_all_uses_with(turned)
-    erase_dead(graph, [output])
-    return True
+def _put(fusing: Fusing, turn: Turn) -> bool:
+    args = (turn.x, turn.cos, turn.sin)
+    return fusing.put(torch.ops.attnpatch.rotary.default, args, turn.output, turn.between)
 
 
 def _turn(output: Node) -> Turn | None:

@@ -28,6 +28,12 @@ def olmo2(x, weight, eps=1e-6):
     return (weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, True) + eps))).to(x.dtype)
 
 
+def in_other_words(x, weight, eps=1e-5):
+    wide = x.type(torch.float32)
+    normed = torch.rsqrt(torch.mean(wide**2, dim=(2,), keepdim=True) + eps) * wide
+    return normed.clone().type(x.dtype) * weight
+
+
 def of_a_norm(x, weight):
     return llama(llama(x, weight), llama(weight, weight))
 
@@ -142,7 +148,9 @@ def arguments(dtype, weight_dtype=None):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("function", "norms"), [(llama, 1), (t5, 1), (olmo2, 1), (twice, 2), (of_a_norm, 3)])
+@pytest.mark.parametrize(
+    ("function", "norms"), [(llama, 1), (t5, 1), (olmo2, 1), (twice, 2), (of_a_norm, 3), (in_other_words, 1)]
+)
 def test_norms_are_torchs(function, norms, dtype):
     args = arguments(dtype)
     result, found, calls = compiled(function, *args)
