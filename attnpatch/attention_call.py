@@ -36,6 +36,10 @@ PACKED = torch.uint8
 """Dtype of K and V as TBQ4 codes, two channels to a byte, that come with a norm per row and block (attnpatch.tbq4)."""
 
 
+PREFILL_DTYPES = (None, "fp8")
+"""What prefills may be rounded to; None is the model's dtype."""
+
+
 class AttentionCall(NamedTuple):
     """Arguments of one attention, validated and with its mask in terms (see the module's text).
 
@@ -74,6 +78,8 @@ class AttentionCall(NamedTuple):
             lse. There is no attn_mask, key_padding or key_bounds then.
         cu_seqlens_k: int32 ``[batch + 1]``: K and V are packed too, and not in pages; or None.
         batch_invariant: the result of a sequence does not depend, to the bit, on the others of the batch.
+        prefill_dtype: "fp8" allows a prefill to round q, k, v and the probabilities to float8_e4m3fn, with a scale per
+            head; None, the default, does not.
     """
 
     q: Tensor
@@ -96,6 +102,7 @@ class AttentionCall(NamedTuple):
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     batch_invariant: bool = False
+    prefill_dtype: str | None = None
 
     @property
     def batch(self) -> int:
@@ -164,6 +171,12 @@ class AttentionCall(NamedTuple):
         if seqlen_q != seqlen_k and self.window_right is None and not per_row_mask:
             return "cross"
         return "append" if seqlen_q <= MAX_APPEND and seqlen_k > seqlen_q else "prefill"
+
+    @property
+    def asks_for_fp8(self) -> bool:
+        """Whether it is a prefill that may be computed on 8 bit floats."""
+        prefills = self.phase in ("prefill", "cross") or self.is_packed_prefill
+        return self.prefill_dtype == "fp8" and prefills
 
     def empty_output(self) -> Tensor:
         """Uninitialised output ``[batch, num_heads, seqlen_q, head_dim_v]`` in the layout of every backend.

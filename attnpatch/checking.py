@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnpatch.attention_call import PACKED, QUANTISED, AttentionCall, width_of
+from attnpatch.attention_call import PACKED, PREFILL_DTYPES, QUANTISED, AttentionCall, width_of
 from attnpatch.kernels.common.support import KnownCall
 
 _QUANTISED_NAMES = " or ".join(str(dtype).removeprefix("torch.") for dtype in (*QUANTISED, PACKED))
@@ -34,6 +34,7 @@ def make_call(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     batch_invariant: bool = False,
+    prefill_dtype: str | None = None,
 ) -> AttentionCall:
     """Check the operator's arguments and return them as an :class:`AttentionCall`.
 
@@ -60,7 +61,14 @@ def make_call(
     masks = (attn_mask, key_padding, offset, window_left, window_right)
     terms = (softcap, key_bounds, sinks, alibi_slopes, None)
     storage = (block_table, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k)
-    return AttentionCall(q, k, v, sm_scale, *masks, *terms, *storage, batch_invariant)
+    check_prefill_dtype(prefill_dtype)
+    return AttentionCall(q, k, v, sm_scale, *masks, *terms, *storage, batch_invariant, prefill_dtype)
+
+
+def check_prefill_dtype(prefill_dtype: str | None) -> None:
+    """Raise ValueError, which names the value, unless it is one of PREFILL_DTYPES."""
+    if prefill_dtype not in PREFILL_DTYPES:
+        raise ValueError(f"prefill_dtype={prefill_dtype!r} is none of {', '.join(map(repr, PREFILL_DTYPES))}")
 
 
 def views(args: tuple[Any, ...]) -> tuple[tuple[int, torch.Size], ...]:

@@ -8,6 +8,7 @@ either refuses with a sentence or runs the call.
 from __future__ import annotations
 
 import importlib
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from attnpatch.errors import NoBackend
 from attnpatch.kernels.common.support import planned
 from attnpatch.timing import Watch
 
+log = logging.getLogger("attnpatch")
+
 BACKEND_MODULES = {
     "cpu.sdpa": "attnpatch.kernels.sdpa.backend",
     "cpu.tiled": "attnpatch.kernels.tiled.backend",
@@ -28,12 +31,16 @@ BACKEND_MODULES = {
     "triton.decode": "attnpatch.kernels.decode.backend",
     "triton.append": "attnpatch.kernels.decode.backend",
     "triton.paged": "attnpatch.kernels.decode.backend",
+    "triton.prefill_fp8": "attnpatch.kernels.prefill_hopper.backend",
     "triton.prefill_hopper": "attnpatch.kernels.prefill_hopper.backend",
     "triton.prefill": "attnpatch.kernels.prefill.backend",
     "sdpa.blocked": "attnpatch.kernels.sdpa.backend",
     "sdpa.tiled": "attnpatch.kernels.tiled.backend",
 }
 """Every backend in order of preference, and the module whose BACKENDS holds it. A new kernel is one line here."""
+
+FP8 = "triton.prefill_fp8"
+"""What runs only where ``prefill_dtype="fp8"`` asks for it."""
 
 _OF_PACKED_PREFILLS = sorted(BACKEND_MODULES, key=lambda name: name != "triton.prefill_hopper")
 """The order of packed sequences of many rows: triton.append, which takes them too, is made for few."""
@@ -91,12 +98,12 @@ def choose(call: AttentionCall, names: Sequence[str] = ()) -> tuple[Backend, Dis
     Raises:
         NoBackend: every one refuses; the message lists each refusal.
     """
-    refusals: list[str] = []
+    refusals = [f"{FP8}: backends= does not name it"] if call.asks_for_fp8 and names and FP8 not in names else []
     for name in names or _preferred(call):
         backend = load_backend(name)
-        why = _refusal(backend, call, named=bool(names))
+        why = _refusal(backend, call, named=bool(names) or name == FP8)
         if why is None:
-            return backend, Dispatch(call.phase, name, "; ".join(refusals) or "first choice")
+            return backend, Dispatch(call.phase, name, "; ".join(refusals) or _first_choice(name))
         if why:
             refusals.append(f"{name}: {why}")
     raise NoBackend(
@@ -105,9 +112,17 @@ def choose(call: AttentionCall, names: Sequence[str] = ()) -> tuple[Backend, Dis
     )
 
 
+def _first_choice(name: str) -> str:
+    return "asked for by prefill_dtype='fp8'" if name == FP8 else "first choice"
+
+
 def _preferred(call: AttentionCall) -> Iterable[str]:
-    """All backends; one for a sequence whatever its neighbours, where it must not depend on them."""
-    return _OF_PACKED_PREFILLS if call.is_packed_prefill and not call.batch_invariant else BACKEND_MODULES
+    """All backends; one for a sequence whatever its neighbours, where it must not depend on them.
+
+    That of 8 bit floats comes first where it is asked for, and else not at all.
+    """
+    order = _OF_PACKED_PREFILLS if call.is_packed_prefill and not call.batch_invariant else BACKEND_MODULES
+    return [*([FP8] if call.asks_for_fp8 else []), *(name for name in order if name != FP8)]
 
 
 def _refusal(backend: Backend, call: AttentionCall, named: bool) -> str | None:
@@ -207,7 +222,17 @@ def run(call: AttentionCall, names: Sequence[str] = ()) -> Tensor:
 
 
 def _choice(call: AttentionCall, names: tuple[str, ...]) -> tuple[Backend, Dispatch, Traffic]:
-    return *choose(call, names), traffic_of(call)
+    backend, dispatch = choose(call, names)
+    if call.asks_for_fp8 and backend.name != FP8:
+        dtype = str(call.q.dtype).removeprefix("torch.")
+        _warn(f"prefill_dtype='fp8', but prefills run in {dtype}: {dispatch.reason.split('; ')[0]}")
+    return backend, dispatch, traffic_of(call)
+
+
+@cache
+def _warn(sentence: str) -> None:
+    """Once, however many shapes it is true of."""
+    log.warning("%s", sentence)
 
 
 def traffic_of(call: AttentionCall) -> Traffic:

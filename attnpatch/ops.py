@@ -35,9 +35,10 @@ _TERMS = (
 )
 _STORAGE = (
     "Tensor? block_table=None, Tensor? k_scale=None, Tensor? v_scale=None, "
-    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, bool batch_invariant=False"
+    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, bool batch_invariant=False, "
+    "str? prefill_dtype=None"
 )
-_NUM_TERMS, _NUM_ARGUMENTS = 14, 20
+_NUM_TERMS, _NUM_ARGUMENTS = 14, 21
 _LIBRARY = torch.library.Library("attnpatch", "DEF")
 for _schema in (
     f"attention({_TERMS}, {_STORAGE}, str backends='') -> Tensor",
@@ -71,6 +72,7 @@ def attention(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     batch_invariant: bool = False,
+    prefill_dtype: str | None = None,
     backends: str = "",
 ) -> Tensor:
     """Attention with its mask in terms; see :mod:`attnpatch.attention_call` for what each term means.
@@ -102,6 +104,7 @@ def attention(
             term wants ``q_offset_tensor = attnpatch.attention_call.bottom_right_offset(cu_seqlens_q, seqlens_k)``.
         cu_seqlens_k: int32 ``[batch + 1]``: likewise for k and v.
         batch_invariant: a sequence's result does not depend, to the bit, on the others of the batch.
+        prefill_dtype: "fp8" has a prefill multiply 8 bit floats where there is a kernel that does; None never.
         backends: comma-separated names that may run it; empty = all, in order of preference.
 
     Returns:
@@ -115,7 +118,7 @@ def attention(
     """
     masks = (attn_mask, key_padding, q_offset_tensor, q_offset, window_left, window_right)
     terms = (softcap, key_bounds, sinks, alibi_slopes)
-    storage = (block_table, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k, batch_invariant)
+    storage = (block_table, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k, batch_invariant, prefill_dtype)
     return torch.ops.attnpatch.attention(q, k, v, sm_scale, *masks, *terms, *storage, backends)
 
 
@@ -228,7 +231,7 @@ def _backward(ctx: Any, grad_o: Tensor, grad_lse: Tensor | None = None) -> tuple
         )
     args = [c if t is None else t for t, c in zip(ctx.saved_tensors, ctx.constants, strict=True)]
     q, k, v, bias, sinks, alibi_slopes = torch.ops.attnpatch.attention_backward(grad_o, grad_lse, *args)
-    grads = (q, k, v, None, bias, *(None,) * 7, sinks, alibi_slopes, *(None,) * 7)
+    grads = (q, k, v, None, bias, *(None,) * 7, sinks, alibi_slopes, *(None,) * 8)
     return tuple(grad if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad, strict=False))
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from attnpatch.checking import check_prefill_dtype
 from attnpatch.dispatch import check_names
 
 _OFF = ("", "0", "false", "no", "off")
@@ -25,6 +26,8 @@ class Options:
             (env ``ATTNPATCH_BACKENDS``, comma-separated). Empty: all.
         batch_invariant: the result of a sequence does not depend, to the bit, on the others of its batch: splits of
             K have one size, whatever else runs beside it.
+        prefill_dtype: "fp8" computes prefills on 8 bit floats (e4m3), with a scale per head, where there is a kernel
+            for it; where there is none the report and the log say why. None: in the model's dtype.
         rest: who runs the rest of the graph: "eager" starts fast, and on a GPU computes norms and rotary embeddings by
             one kernel each where no gradients are recorded; "inductor" compiles it.
         cuda_graphs: whether a decode step that repeats is replayed from a CUDA graph. "auto": where it can be, and not
@@ -39,6 +42,7 @@ class Options:
     strict: bool = field(default_factory=lambda: os.environ.get("ATTNPATCH_STRICT", "").lower() not in _OFF)
     backends: tuple[str, ...] = field(default_factory=lambda: _split(os.environ.get("ATTNPATCH_BACKENDS", "")))
     batch_invariant: bool = False
+    prefill_dtype: str | None = None
     rest: str = "eager"
     cuda_graphs: bool | str = "auto"
     cache: str | None = "auto"
@@ -49,6 +53,7 @@ class Options:
         object.__setattr__(self, "backends", check_names(_split(self.backends)))
         if not isinstance(self.batch_invariant, bool):
             raise ValueError(f"batch_invariant={self.batch_invariant!r} is neither True nor False")
+        check_prefill_dtype(self.prefill_dtype)
         if not isinstance(self.cuda_graphs, bool) and self.cuda_graphs != "auto":
             raise ValueError(f"cuda_graphs={self.cuda_graphs!r} is none of 'auto', True, False")
         if self.rest not in ("eager", "inductor"):
@@ -71,7 +76,11 @@ class Options:
     @property
     def arguments(self) -> dict[str, Any]:
         """The operator's arguments that are not at their defaults."""
-        given = {"batch_invariant": self.batch_invariant, "backends": ",".join(self.backends)}
+        given = {
+            "batch_invariant": self.batch_invariant,
+            "prefill_dtype": self.prefill_dtype,
+            "backends": ",".join(self.backends),
+        }
         return {name: value for name, value in given.items() if value}
 
 

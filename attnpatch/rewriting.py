@@ -26,7 +26,8 @@ def rewrite(graph_module: GraphModule, example_inputs: Sequence[Any], **options:
     Args:
         graph_module: from Dynamo or ``torch.fx``; it is not changed. Parameters and submodules are shared.
         example_inputs: its inputs; used only when the graph carries no shapes of its own.
-        options: ``backends``, ``batch_invariant`` and ``strict``, see :class:`attnpatch.options.Options`.
+        options: ``backends``, ``batch_invariant``, ``prefill_dtype`` and ``strict``, see
+            :class:`attnpatch.options.Options`.
 
     Returns:
         The rewritten graph module, and the report of its sites.

@@ -17,6 +17,8 @@ from attnpatch.testing.samples import check_samples, relative_error
 LEAST_STEPS = 8
 WRONG = 0.03
 """A peer with a larger relative error computes something else: bfloat16 is off by 0.002 to 0.007."""
+WRONG_IN_FP8 = 0.1
+"""The same of ours on 8 bit floats, which is off by 0.04 to 0.06."""
 
 
 class Implementation(NamedTuple):
@@ -137,8 +139,9 @@ def check(name: str, run: Callable[[Any], Tensor], form: Any, call: AttentionCal
         AssertionError: ours is outside the tolerance, a peer above WRONG.
     """
     o, exact = run(form), form if isinstance(form, AttentionCall) else call
-    if name.startswith("attnpatch"):
+    rounds = exact.asks_for_fp8
+    if name.startswith("attnpatch") and not rounds:
         check_samples(o, exact)
     error = relative_error(o.nan_to_num(nan=torch.inf), exact)
-    assert error < WRONG, f"its relative error is {error:.1e}"
+    assert error < (WRONG_IN_FP8 if rounds else WRONG), f"its relative error is {error:.1e}"
     return error

@@ -21,6 +21,7 @@ SUITES = {
     "prefill": [
         "B4 H32/8 S4096 D128 causal",
         "B1 H32/8 S16384 D128 causal",
+        "B1 H32/8 S16384 D128 full",
         "B1 H32/8 S32768 D128 causal",
         "B4 H32/32 S4096 D64 causal",
         "B2 H16/8 S8192 D256 causal",
@@ -199,12 +200,20 @@ def _own(call: AttentionCall) -> Implementations:
 def _prefill(case: Case, call: AttentionCall) -> Implementations:
     is_short = case.batch * case.num_heads * case.seqlen**2 <= EAGER_SCORES
     additive = additive_mask(call) if call.is_banded and is_short else None
-    found = {**_own(call), "cudnn": cudnn(additive if "window" in case.words else None)}
+    found = {**_own(call), **_fp8(call), "cudnn": cudnn(additive if "window" in case.words else None)}
     if is_short:
         found["hf-eager"] = Implementation(partial(hf_eager, attn_mask=additive))
     if "window" in case.words:
         return found
     return {**found, "sdpa-flash": sdpa_flash(), **({} if "half" in case.words else fa3_prefill())}
+
+
+def _fp8(call: AttentionCall) -> Implementations:
+    """Ours on 8 bit floats, what makes them included, where it runs."""
+    name = our_name(call._replace(prefill_dtype="fp8"))
+    if name == our_name(call):
+        return {}
+    return {name: Implementation(ours, lambda call: call._replace(prefill_dtype="fp8"))}
 
 
 def _decode(case: Case, call: AttentionCall) -> Implementations:

@@ -40,7 +40,31 @@ def attention_lse_reference(call: AttentionCall, dtype: torch.dtype = torch.floa
     return o, lse
 
 
-def _attention(call: AttentionCall, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def attention_fp8_reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """What ``prefill_dtype="fp8"`` may make of ``call``, everything else in float64.
+
+    q, k and v are rounded to 8 bit floats, the largest number of a head to 448, and probabilities in 256ths of the
+    largest of their row; the softmax's denominator is the sum of those that are not rounded.
+
+    Args:
+        call: neither packed nor with masks, K and V dense.
+
+    Returns:
+        The output and the lse, as :func:`attention_lse_reference` returns them.
+    """
+    unused = hidden_keys(call).all(dim=2).all(dim=1)[:, None, :, None]
+    k, v = (x.double().masked_fill(unused, 0.0) for x in (call.k, call.v))
+    q, k, v = (_in_8_bits(x.double(), (2, 3), 448.0) for x in (call.q, k, v))
+    return _attention(call._replace(q=q, k=k, v=v), torch.float64, in_8_bits=True)
+
+
+def _in_8_bits(x: Tensor, dims: tuple[int, ...], largest: float) -> Tensor:
+    """Rounded, with the largest number over ``dims`` at ``largest``."""
+    scale = x.abs().amax(dims, keepdim=True).clamp(min=1e-15) / largest
+    return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+def _attention(call: AttentionCall, dtype: torch.dtype, in_8_bits: bool = False) -> tuple[Tensor, Tensor]:
     hidden = hidden_keys(call)
     # Select, do not multiply: 0 * NaN from an unwritten cache tail is NaN, forward and backward.
     unused = hidden.all(dim=2)[..., None]  # [batch, num_heads, seqlen_k, 1]
@@ -59,6 +83,8 @@ def _attention(call: AttentionCall, dtype: torch.dtype) -> tuple[Tensor, Tensor]
         sinks = call.sinks.to(dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], dim=-1)
     p = scores.softmax(dim=-1)[..., : call.seqlen_k].masked_fill(hidden, 0.0)
+    if in_8_bits:
+        p = _in_8_bits(p, (3,), 256.0)
     return p @ v, scores.logsumexp(dim=-1).masked_fill(no_key[..., 0], -torch.inf)
 
 

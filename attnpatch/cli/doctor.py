@@ -217,6 +217,8 @@ def _probe(name: str) -> Finding:
         sizes = [{"seqlen_q": n, "seqlen_k": 32, "q_offset": 32 - n, "window_right": 0} for n in (32, 1)]
         dtypes = (torch.float32, torch.float16)
         calls = [random_call(**size, dtype=dtype, device=device) for dtype in dtypes for size in sizes]
+        if name == dispatch.FP8:
+            calls = [call._replace(prefill_dtype="fp8") for call in calls]
         refusals = [backend.refuses(call) for call in calls]
         if None not in refusals:
             return Finding(name, str(refusals[0]), ABSENT, "not used on this machine")

@@ -1,4 +1,4 @@
-"""triton.prefill_hopper: what it takes."""
+"""triton.prefill_hopper, and triton.prefill_fp8, which is its kernel on 8 bit floats: what they take."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from attnpatch.attention_call import AttentionCall
-from attnpatch.dispatch import Backend
+from attnpatch.dispatch import FP8, Backend
 from attnpatch.kernels.common import support
 from attnpatch.kernels.dense import storage_refusal
 
 NAME = "triton.prefill_hopper"
+
+FP8_WIDTHS = (64, 128, 256)
+"""Of heads that are multiplied as 8 bit floats."""
 
 MAX_BATCH, MAX_HEADS = 1 << 15, 1 << 16
 """Of an entry of the table of tiles, which has 16 bits for each."""
@@ -63,7 +66,7 @@ def _terms(call: AttentionCall) -> str | None:
 
 def _places(call: AttentionCall) -> str | None:
     """TMA wants rows of neighbours, all other strides in multiples of 16 bytes, and nothing expanded."""
-    for name, x in (("q", call.q), ("k", call.k), ("v", call.v)):
+    for name, x in _named(call):
         if x.numel() == 0:
             return f"{name} {tuple(x.shape)} is empty"
         outer = [stride for n, stride in zip(x.shape[:3], x.stride(), strict=False) if n > 1]
@@ -80,5 +83,43 @@ def _run(call: AttentionCall) -> Tensor:
     return prefill_hopper(call)
 
 
-BACKENDS = {NAME: Backend(NAME, ("cuda",), _refuses, _run)}
-"""The backend of this folder."""
+def _fp8_refuses(call: AttentionCall) -> str | None:
+    storage = storage_refusal(call, FP8)
+    return support.refusal(call, FP8) or _chip(call) or storage or _fp8_terms(call) or _fp8_sizes(call)
+
+
+def _fp8_terms(call: AttentionCall) -> str | None:
+    if not call.asks_for_fp8:
+        return "it rounds to 8 bit floats, and runs only prefills of which prefill_dtype='fp8' allows that"
+    if call.q.dtype == torch.float32:
+        return "float32 is multiplied exactly by triton.prefill alone"
+    for name in ("attn_mask", "key_padding", "key_bounds"):
+        if getattr(call, name) is not None:
+            return f"{name} may hide keys that are no numbers, and they would count in the scale of their head"
+    return None
+
+
+def _fp8_sizes(call: AttentionCall) -> str | None:
+    if call.head_dim != call.head_dim_v or call.head_dim not in FP8_WIDTHS:
+        widths = ", ".join(map(str, FP8_WIDTHS))
+        return f"head_dim {call.head_dim} by {call.head_dim_v} is none of {widths}, the same for k and v"
+    if call.batch >= MAX_BATCH or call.num_heads >= MAX_HEADS:
+        return f"{call.batch} sequences of {call.num_heads} heads are not below {MAX_BATCH} of {MAX_HEADS}"
+    return next((f"{name} {tuple(x.shape)} is empty" for name, x in _named(call) if x.numel() == 0), None)
+
+
+def _named(call: AttentionCall) -> tuple[tuple[str, Tensor], ...]:
+    return ("q", call.q), ("k", call.k), ("v", call.v)
+
+
+def _run_fp8(call: AttentionCall) -> Tensor:
+    from attnpatch.kernels.prefill_hopper.fp8 import prefill_fp8
+
+    return prefill_fp8(call)
+
+
+BACKENDS = {
+    NAME: Backend(NAME, ("cuda",), _refuses, _run),
+    FP8: Backend(FP8, ("cuda",), _fp8_refuses, _run_fp8),
+}
+"""Those of this folder."""

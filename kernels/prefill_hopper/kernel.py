@@ -31,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from attnpatch.kernels.prefill_hopper.eight_bits import plus_values, words
 from attnpatch.kernels.prefill_hopper.gluon_names import load_tile, store_wait
 from attnpatch.kernels.prefill_hopper.masks import clean_values, hide, key_blocks, row_bounds, tile_range
 from attnpatch.kernels.prefill_hopper.places import sequence_of, store_rows, store_whole
@@ -70,7 +71,9 @@ def _offset(q_offset, offset_stride, b):
 
 
 @gluon.jit
-def _producer(q, k, v, buffers, barriers, tiles, num_tiles, whole, packing, GROUP_SIZE: gl.constexpr):
+def _producer(
+    q, k, v, buffers, barriers, tiles, num_tiles, whole, packing, GROUP_SIZE: gl.constexpr, BYTES: gl.constexpr
+):
     """Load every tile's Q once, and its K and V blocks into the ring."""
     q_s, k_s, v_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -89,7 +92,7 @@ def _producer(q, k, v, buffers, barriers, tiles, num_tiles, whole, packing, GROU
         lo, full_lo, full_hi, hi, _end, _joined = tile_range(m_block, b, h, offset, work, BLOCK_M)
         last, num, _right, _left = key_blocks(lo, full_lo, full_hi, hi, BLOCK_N)
         mbarrier.wait(q_empty, (i & 1) ^ 1)
-        mbarrier.expect(q_full, BLOCK_M * q_s.shape[4] * 2)
+        mbarrier.expect(q_full, BLOCK_M * q_s.shape[4] * BYTES)
         for consumer in gl.static_range(CONSUMERS):
             load_tile(q, [b_q, h, row + m_block * BLOCK_M + consumer * ROWS, 0], q_full, q_s.index(consumer))
         for j in range(num):
@@ -97,18 +100,31 @@ def _producer(q, k, v, buffers, barriers, tiles, num_tiles, whole, packing, GROU
             phase = ((count // STAGES) & 1) ^ 1
             n = key + (last - j) * BLOCK_N
             mbarrier.wait(k_empty.index(stage), phase)
-            mbarrier.expect(k_full.index(stage), BLOCK_N * k_s.shape[4] * 2)
+            mbarrier.expect(k_full.index(stage), BLOCK_N * k_s.shape[4] * BYTES)
             load_tile(k, [b_k, h // GROUP_SIZE, n, 0], k_full.index(stage), k_s.index(stage))
             mbarrier.wait(v_empty.index(stage), phase)
-            mbarrier.expect(v_full.index(stage), BLOCK_N * v_s.shape[4] * 2)
-            load_tile(v, [b_k, h // GROUP_SIZE, n, 0], v_full.index(stage), v_s.index(stage))
+            mbarrier.expect(v_full.index(stage), v_s.shape[3] * v_s.shape[4] * BYTES)
+            at = [b_k, h // GROUP_SIZE, n, 0] if BYTES == 2 else [b_k, h // GROUP_SIZE, 0, n]
+            load_tile(v, at, v_full.index(stage), v_s.index(stage))
             count += 1
 
 
 @gluon.jit
-def _plus_values(acc, p_tile, v_s, stage):
+def _operand(p, dtype, LAYOUT: gl.constexpr, BYTES: gl.constexpr):
+    """Probabilities as :func:`_plus_values` takes them."""
+    if BYTES == 1:
+        return words(p)
+    else:
+        return gl.convert_layout(p.to(dtype), LAYOUT)
+
+
+@gluon.jit
+def _plus_values(acc, p_tile, v_s, stage, BYTES: gl.constexpr):
     """Start ``acc + p v`` of a block of the ring."""
-    return warpgroup_mma(p_tile, v_s.index(stage).reshape((v_s.shape[3], v_s.shape[4])), acc, is_async=True)
+    if BYTES == 1:
+        return plus_values(acc, p_tile, v_s, stage)
+    else:
+        return warpgroup_mma(p_tile, v_s.index(stage).reshape((v_s.shape[3], v_s.shape[4])), acc, is_async=True)
 
 
 @gluon.jit
@@ -136,26 +152,27 @@ def _consumer(
     SHARES_Q: gl.constexpr,
     MAY_HOLD_ANYTHING: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
+    BYTES: gl.constexpr,
 ):
     """Attention of 64 rows of each tile.
 
     WHICH: of the consumers. shared: what both are given. SHARES_Q: whether the output leaves through the buffer of Q.
     MAY_HOLD_ANYTHING: whether there are keys that no row sees, so that they may be no numbers.
-    HEAD_DIM_V: of packed sequences, whose last rows are stored by pointers.
+    HEAD_DIM_V: of packed sequences, whose last rows are stored by pointers. BYTES: of an element of q, k and v.
     """
     o, o_rows, lse, buffers, barriers, tiles, num_tiles, whole, packing, terms, row_terms = shared
     q_s, k_s, v_s, o_s = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     num_heads, q_offset, offset_stride, total_q, total_k, window_left, window_right, _, _ = whole
-    sm_scale, softcap, alibi_slopes, slopes_strides, sinks, sinks_strides = terms
+    sm_scale, softcap, alibi_slopes, slopes_strides, sinks, sinks_strides, scales = terms
     key_bounds, _ = row_terms
     STAGES: gl.constexpr = k_s.shape[0]
     BLOCK_N: gl.constexpr = k_s.shape[3]
     BLOCK_D: gl.constexpr = k_s.shape[4]
-    BLOCK_DV: gl.constexpr = v_s.shape[4]
+    BLOCK_DV: gl.constexpr = o_s.shape[4]
     BLOCK_M: gl.constexpr = CONSUMERS * ROWS
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32 // BYTES])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 32 // BYTES])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     dtype: gl.constexpr = q_s.dtype
     HAS_START: gl.constexpr = window_left is not None or key_bounds is not None
@@ -164,6 +181,7 @@ def _consumer(
     # masked and full blocks in loops of their own; in one where any may be masked, for registers
     RUNS: gl.constexpr = 1 if key_bounds is not None else (3 if HAS_START else 2)
 
+    factor = sm_scale
     scale = score_scale(sm_scale, softcap)
     columns = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
     zeros = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
@@ -185,6 +203,9 @@ def _consumer(
         rows = m + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
         position = rows + offset
         start, stop = row_bounds(rows, position, b, h, work, row_terms)
+        if scales is not None:
+            factor = sm_scale * gl.load(scales + (b * num_heads + h) * 2)
+            scale = score_scale(factor, softcap)
         slope = None
         if alibi_slopes is not None:
             slope = gl.load(alibi_slopes + b * slopes_strides[0] + h * slopes_strides[1]).to(gl.float32)
@@ -198,21 +219,21 @@ def _consumer(
         sight = (position, start, stop)
         if _stop(m, offset, window_right, hi) <= first + BLOCK_N // 2:
             m_i, p = first_block(
-                q_tile, k_tile, k_free, first, sight, sm_scale, softcap, slope, BLOCK_N // 2, S_LAYOUT, HAS_START
+                q_tile, k_tile, k_free, first, sight, factor, softcap, slope, BLOCK_N // 2, S_LAYOUT, HAS_START, BYTES
             )
         else:
             m_i, p = first_block(
-                q_tile, k_tile, k_free, first, sight, sm_scale, softcap, slope, BLOCK_N, S_LAYOUT, HAS_START
+                q_tile, k_tile, k_free, first, sight, factor, softcap, slope, BLOCK_N, S_LAYOUT, HAS_START, BYTES
             )
         l_i = thread_sums(p)
-        p_tile = gl.convert_layout(p.to(dtype), P_LAYOUT)
+        p_tile = _operand(p, dtype, P_LAYOUT, BYTES)
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, O_LAYOUT)
         count += 1
 
         starts = (1, right, num - left)
         stops = (num if RUNS == 1 else right, num - left, num)
         for run in gl.static_range(RUNS):
-            if RUNS > 1:
+            if RUNS > 1 and BYTES == 2:
                 p_tile = packed(p_tile)
             if MAY_HOLD_ANYTHING and run == 1:  # the masked block that the first full one multiplies by
                 before = (count - 1) % STAGES
@@ -227,23 +248,23 @@ def _consumer(
                 mbarrier.wait(v_full.index(before), ((count - 1) // STAGES) & 1)
                 if MAY_HOLD_ANYTHING and run != 1:
                     clean_values(v_s, before, (last - j + 1) * BLOCK_N, tile, work, row_terms, BLOCK_M)
-                weighted = _plus_values(acc, p_tile, v_s, before)
+                weighted = _plus_values(acc, p_tile, v_s, before, BYTES)
                 token = _turn(token, PASS)
                 s = warpgroup_mma_wait(1, deps=[product])
                 mbarrier.arrive(k_empty.index(stage), count=1)
                 keys = (last - j) * BLOCK_N + columns
-                s = scores(s, position, keys, sm_scale, softcap, slope)
+                s = scores(s, position, keys, factor, softcap, slope)
                 if RUNS == 1:
                     if (j < right) | (j >= num - left):
                         s = hide(s, keys, start, stop, HAS_START)
                 elif run != 1:
                     s = hide(s, keys, start, stop, HAS_START)
-                m_i, alpha, p = softmax_step(s, m_i, scale)
+                m_i, alpha, p = softmax_step(s, m_i, scale, BYTES)
                 l_i = l_i * gl.convert_layout(alpha, gl.SliceLayout(1, l_i.type.layout))[:, None] + thread_sums(p)
                 acc = warpgroup_mma_wait(0, deps=[weighted])
                 mbarrier.arrive(v_empty.index(before), count=1)
                 acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
-                p_tile = gl.convert_layout(p.to(dtype), P_LAYOUT)
+                p_tile = _operand(p, dtype, P_LAYOUT, BYTES)
                 count += 1
 
         if not SHARES_Q:
@@ -252,7 +273,7 @@ def _consumer(
         mbarrier.wait(v_full.index(stage), ((count - 1) // STAGES) & 1)
         if MAY_HOLD_ANYTHING:
             clean_values(v_s, stage, (last - num + 1) * BLOCK_N, tile, work, row_terms, BLOCK_M)
-        weighted = _plus_values(acc, p_tile, v_s, stage)
+        weighted = _plus_values(acc, p_tile, v_s, stage, BYTES)
         acc = warpgroup_mma_wait(0, deps=[weighted])
         mbarrier.arrive(v_empty.index(stage), count=1)
 
@@ -270,6 +291,8 @@ def _consumer(
             pointers = lse + (b_q.to(gl.int64) * num_heads + h) * total_q + row + rows
             gl.store(pointers, (m_i + gl.log2(l_i)) * LN2, mask=rows < end)
         inverse = gl.where(l_i > 0.0, 1.0 / l_i, 0.0)
+        if scales is not None:
+            inverse *= gl.load(scales + (b * num_heads + h) * 2 + 1)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))[:, None]
         if o_rows is None:
             store_whole(o, o_s.index(WHICH), acc, b_q, h, m, end, SHARES_Q)
@@ -290,7 +313,7 @@ def _consumer(
 def _prefill_hopper_kernel(
     q,  # descriptor of [batch, num_heads, seqlen_q, head_dim], blocks [1, 1, 64, BLOCK_D]
     k,  # descriptor of [batch, num_kv_heads, seqlen_k, head_dim], blocks [1, 1, BLOCK_N, BLOCK_D]
-    v,  # descriptor of [batch, num_kv_heads, seqlen_k, head_dim_v], blocks [1, 1, BLOCK_N, BLOCK_DV]
+    v,  # descriptor of [batch, num_kv_heads, seqlen_k, head_dim_v], blocks [1, 1, BLOCK_N, BLOCK_DV]; 8 bits transposed
     o,  # descriptor of [batch, num_heads, seqlen_q, head_dim_v], blocks [1, 1, 64, BLOCK_DV]
     o_rows,  # the same as a pointer, where sequences are packed, or None
     lse,  # fp32 [batch, num_heads, seqlen_q], contiguous, or None
@@ -300,6 +323,7 @@ def _prefill_hopper_kernel(
     ranges,  # int32 [batch, num_heads, blocks, 6] of ranges.py, with bounds, or None
     cu_seqlens_q,  # int32 [batch + 1], or None
     cu_seqlens_k,  # likewise
+    scales,  # fp32 [batch, num_heads, 2], of what 8 bits hold: on q.k and on the output; or None
     tiles,  # int64 [programs, max_tiles + 1]: batch << 48 | head << 32 | query block
     num_tiles,  # int32 [programs]
     q_offset,  # int, or a pointer read with offset_stride
@@ -325,6 +349,7 @@ def _prefill_hopper_kernel(
     SHARES_Q: gl.constexpr,
     MAY_HOLD_ANYTHING: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,  # of packed sequences, or None
+    BYTES: gl.constexpr,  # of an element of q, k and v
 ):
     """Output of the tiles of this program."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -332,9 +357,10 @@ def _prefill_hopper_kernel(
     q_s = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, BLOCK_D], q.layout)
     o_s = q_s
     if not SHARES_Q:
-        o_s = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, BLOCK_DV], o.layout)
+        o_s = gl.allocate_shared_memory(o.dtype, [CONSUMERS, 1, 1, ROWS, BLOCK_DV], o.layout)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k.layout)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_DV], v.layout)
+    V_TILE: gl.constexpr = (BLOCK_N, BLOCK_DV) if BYTES == 2 else (BLOCK_DV, BLOCK_N)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, V_TILE[0], V_TILE[1]], v.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -357,14 +383,14 @@ def _prefill_hopper_kernel(
     band = (window_left, window_right, ranges, ranges_strides)
     work = (num_heads, q_offset, offset_stride, seqlen_q, seqlen_k, band[0], band[1], band[2], band[3])
     row_terms = (key_bounds, bounds_strides)
-    terms = (sm_scale, softcap, alibi_slopes, slopes_strides, sinks, sinks_strides)
+    terms = (sm_scale, softcap, alibi_slopes, slopes_strides, sinks, sinks_strides, scales)
     packing = (cu_seqlens_q, cu_seqlens_k, batch)
     shared = (o, o_rows, lse, buffers, barriers, own, mine, work, packing, terms, row_terms)
     gl.warp_specialize(
         [
-            (_consumer, (0, shared, SHARES_Q, MAY_HOLD_ANYTHING, HEAD_DIM_V)),
-            (_consumer, (1, shared, SHARES_Q, MAY_HOLD_ANYTHING, HEAD_DIM_V)),
-            (_producer, (q, k, v, (q_s, k_s, v_s), barriers, own, mine, work, packing, GROUP_SIZE)),
+            (_consumer, (0, shared, SHARES_Q, MAY_HOLD_ANYTHING, HEAD_DIM_V, BYTES)),
+            (_consumer, (1, shared, SHARES_Q, MAY_HOLD_ANYTHING, HEAD_DIM_V, BYTES)),
+            (_producer, (q, k, v, (q_s, k_s, v_s), barriers, own, mine, work, packing, GROUP_SIZE, BYTES)),
         ],
         [4, 1],
         [240, 24],

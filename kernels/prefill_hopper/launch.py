@@ -37,7 +37,7 @@ slower at 4 x 4096 and 16 x 1024 tokens, 1 % faster at head_dim 64 alone."""
 
 BLOCK_M = CONSUMERS.value * ROWS.value
 
-DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float8_e4m3fn: gl.float8e4nv}
 
 _INPUTS = ("q", "k", "v", "lse", "sinks", "alibi_slopes", "key_bounds", "q_offset")
 """Fields of the call that the kernel takes."""
@@ -120,17 +120,17 @@ def _launches(call: AttentionCall) -> Launches:
     config = choose_config(call)
     if call.cu_seqlens_q is not None:
         return _packed_launches(call, config, o)
-    tiles = _table(call, config.BLOCK_N)
+    tiles = tile_table(call, config.BLOCK_N)
     ranges = None if call.key_bounds is None else ranges_shape(call, BLOCK_M)
     rest = None if ranges is None or not _masks(call) else _rest(call, ranges, tiles)
     makes = (*(() if ranges is None else ("ranges",)), "o", "tiles", "num_tiles")
-    launch = _attention(call, config, o, ranges, tiles, makes, rest)
+    launch = attention_launch(call, config, o, ranges, tiles, makes, rest)
     return Launches(launch if ranges is None else ranges_launch(call, ranges, BLOCK_M, launch), output, ranges, tiles)
 
 
 def _packed_launches(call: AttentionCall, config: HopperConfig, o: Tensor) -> Launches:
     size, section = dealt(call, BLOCK_M), _heads_per_section(call, config.BLOCK_N)
-    launch = _attention(call, config, o, None, size, (None, "tiles", "num_tiles", "o", "o_rows"))
+    launch = attention_launch(call, config, o, None, size, (None, "tiles", "num_tiles", "o", "o_rows"))
     launch = dealing_launch(call, size, min(section, call.num_heads), BLOCK_M, config.BLOCK_N, launch)
     return Launches(launch, (tuple(o.shape), o.stride()), dealt=size)
 
@@ -170,7 +170,7 @@ def ranges_launch(call: AttentionCall, shape: tuple[int, ...], block_m: int, the
     )
 
 
-def _attention(
+def attention_launch(
     call: AttentionCall,
     config: HopperConfig,
     o: Tensor,
@@ -178,7 +178,20 @@ def _attention(
     tiles: Table | Dealt,
     makes: tuple[str | None, ...],
     then: Launch | None = None,
+    v_transposed: Tensor | None = None,
 ) -> Launch:
+    """The attention itself, and ``then``.
+
+    Args:
+        call: in 16 bits, or in 8 bits as fp8.py makes it.
+        config: its entry of the table.
+        o: the output; what is asked of it are shape, strides and dtype.
+        ranges: shape of the ranges of its tiles, None without bounds.
+        tiles: those of each program.
+        makes: see :class:`Launch`.
+        then: likewise.
+        v_transposed: how the kernel reads V in 8 bits, of which ``makes`` holds the scales.
+    """
     packed = call.cu_seqlens_q is not None
     width, width_v = padded_width(call.head_dim), padded_width(call.head_dim_v)
     shares_q = config.SHARES_Q and width == width_v
@@ -192,11 +205,14 @@ def _attention(
         described={
             "q": _described(call.q, ROWS.value, width),
             "k": _described(call.k, config.BLOCK_N, width),
-            "v": _described(call.v, config.BLOCK_N, width_v),
+            "v": _described(call.v, config.BLOCK_N, width_v)
+            if v_transposed is None
+            else _described(v_transposed, width_v, config.BLOCK_N),
             "o": _described(o, ROWS.value, width_v),
         },
         **({"ranges": None} if ranges is None else {}),
         **({} if packed else {"o_rows": None}),
+        **({} if "scales" in makes else {"scales": None}),
         offset_stride=offset_stride(call),
         sm_scale=call.sm_scale,
         softcap=call.softcap,
@@ -217,8 +233,9 @@ def _attention(
         BLOCK_N=config.BLOCK_N,
         STAGES=config.STAGES,
         SHARES_Q=shares_q,
-        MAY_HOLD_ANYTHING=_may_hold_anything(call),
+        MAY_HOLD_ANYTHING=v_transposed is None and _may_hold_anything(call),
         HEAD_DIM_V=call.head_dim_v if packed else None,
+        BYTES=call.k.element_size(),
         num_warps=4,
     )
 
@@ -260,7 +277,7 @@ def _may_hold_anything(call: AttentionCall) -> bool:
     return before or behind
 
 
-def _table(call: AttentionCall, block_n: int) -> Table:
+def tile_table(call: AttentionCall, block_n: int) -> Table:
     """Depends on lengths in blocks alone, so that lengths share tables."""
     offset = call.seqlen_k - call.seqlen_q if isinstance(call.q_offset, Tensor) else call.q_offset  # a guess, or it
     band = (offset, call.seqlen_q, call.seqlen_k, call.window_left, call.window_right)

@@ -18,6 +18,9 @@ LOWEST = gl.constexpr(-3.0e38)
 _RECIPROCAL = gl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 _MOVE = gl.constexpr("mov.b32 $0, $1;")
 
+HEADROOM = gl.constexpr(8.0)
+"""Powers of two that probabilities in 8 bits are multiplied by: 256 is below 448, the largest number."""
+
 
 @gluon.jit
 def times_keys(q_tile, k_s, stage, zeros):
@@ -51,9 +54,15 @@ def scores(s, position, keys, sm_scale, softcap, slope):
 
 
 @gluon.jit
-def softmax_step(s, m_i, scale):
-    """New maximum in powers of two, the factor for what was summed under the old one, and probabilities."""
-    m_new = gl.maximum(m_i, gl.max(s, 1) * scale)
+def softmax_step(s, m_i, scale, BYTES: gl.constexpr):
+    """New maximum in powers of two, the factor for what was summed under the old one, and probabilities.
+
+    For 8 bits the maximum is HEADROOM below the largest score, and probabilities reach 256: small ones keep more bits.
+    """
+    largest = gl.max(s, 1) * scale
+    if BYTES == 1:
+        largest -= HEADROOM
+    m_new = gl.maximum(m_i, largest)
     return m_new, gl.exp2(m_i - m_new), gl.exp2(s * scale - m_new[:, None])
 
 
@@ -83,11 +92,12 @@ def first_block(
     NUM: gl.constexpr,
     S_LAYOUT: gl.constexpr,
     HAS_START: gl.constexpr,
+    BYTES: gl.constexpr,
 ):
     """Maximum and probabilities of a tile's first block, of its first ``NUM`` keys; those of the others are 0."""
     position, start, stop = sight
     ROWS_K: gl.constexpr = k_buffer.shape[2]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, NUM, 16])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, NUM, 32 // BYTES])
     OF_ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     k_tile = k_buffer.reshape((ROWS_K, k_buffer.shape[3])).slice(0, NUM, dim=0).permute((1, 0))
     zeros = gl.zeros([ROWS, NUM], gl.float32, LAYOUT)
@@ -97,7 +107,8 @@ def first_block(
     start, stop = gl.convert_layout(start, OF_ROWS), gl.convert_layout(stop, OF_ROWS)
     s = scores(s, gl.convert_layout(position, OF_ROWS), keys, sm_scale, softcap, slope)
     s = hide(s, keys, start, stop, HAS_START)
-    m_i, _alpha, p = softmax_step(s, gl.full([ROWS], LOWEST, gl.float32, OF_ROWS), score_scale(sm_scale, softcap))
+    nothing = gl.full([ROWS], LOWEST, gl.float32, OF_ROWS)
+    m_i, _alpha, p = softmax_step(s, nothing, score_scale(sm_scale, softcap), BYTES)
     if NUM < ROWS_K:
         p = gl.reshape(gl.permute(gl.join(p, gl.zeros_like(p)), (0, 2, 1)), [ROWS, ROWS_K])
     return gl.convert_layout(m_i, gl.SliceLayout(1, S_LAYOUT)), gl.convert_layout(p, S_LAYOUT)

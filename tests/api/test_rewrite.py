@@ -172,7 +172,7 @@ def test_module_dropout_in_training_is_refused():
     assert "dropout with p=0.3 is active" in report.sites[0].reason
 
 
-@pytest.mark.parametrize("options", [{"strct": True}, {"prefill_dtype": "fp8"}], ids=str)
+@pytest.mark.parametrize("options", [{"strct": True}, {"prefill": "fp8"}], ids=str)
 def test_unknown_option(options):
     gm = torch.fx.symbolic_trace(nn.ReLU())
     with pytest.raises(TypeError, match="unknown option"):

@@ -23,12 +23,13 @@ from attnpatch.kernels.decode import configs as decode_configs
 from attnpatch.kernels.decode import launch as decode_launch
 from attnpatch.kernels.prefill import configs as prefill_configs
 from attnpatch.kernels.prefill import launch as prefill_launch
+from attnpatch.kernels.prefill_hopper import fp8
 from attnpatch.kernels.prefill_hopper import launch as hopper_launch
 from attnpatch.kernels.prefill_hopper import packed as hopper_packed
 from attnpatch.testing.inputs import key_bounds
 
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
-PRODUCTS = r"\b(?:HGMMA|HMMA|IMMA)\b"
+PRODUCTS = r"\b(?:HGMMA|QGMMA|HMMA|IMMA)\b"
 SPILLS = r"\b(?:STL|LDL)\b"
 NARROW_LOADS = r"\bLDG\.E\.U16\b"
 
@@ -66,7 +67,10 @@ def facts(compiled, runs):
         Path(file.name).write_bytes(compiled.asm["cubin"])
         sass = subprocess.run([NVDISASM, "-c", file.name], capture_output=True, text=True, check=True).stdout
     count = {
-        "wgmma": r"\bHGMMA\b",
+        "wgmma": r"\b[HQ]GMMA\b",
+        "8 bit wgmma": r"\bQGMMA\b",
+        "byte moves": r"\bPRMT\b",
+        "shared stores": r"\bSTS\b",
         "wgmma waits": r"\bWARPGROUP\.DEPBAR\b",
         "mma": r"\bHMMA\b",
         "int8 mma": r"\bIMMA\b",
@@ -167,6 +171,22 @@ def compile_prefill_hopper(width, terms, width_v=None):
     ):
         hopper_launch.prefill_hopper(call)
     return facts(kernel.compiled, 1), rest.compiled and facts(rest.compiled, 3)
+
+
+def compile_prefill_fp8(width, terms):
+    """Facts of the kernel on 8 bit floats, and of the two that make them."""
+    call = make_call(width, 256, torch.bfloat16, terms)
+    kernel = CompileOnly(hopper_launch._prefill_hopper_kernel)
+    largest, quantise = CompileOnly(fp8._largest_kernel), CompileOnly(fp8._quantise_kernel)
+    with (
+        mock.patch.object(hopper_launch, "_prefill_hopper_kernel", kernel),
+        mock.patch.object(fp8, "_largest_kernel", largest),
+        mock.patch.object(fp8, "_quantise_kernel", quantise),
+        mock.patch.object(support, "_plans", {}),
+        mock.patch("torch.cuda.get_device_properties", return_value=mock.Mock(multi_processor_count=132)),
+    ):
+        fp8.prefill_fp8(call)
+    return [facts(one.compiled, 1) for one in (kernel, largest, quantise)]
 
 
 ROWS = {
@@ -288,6 +308,11 @@ def main():
         if rest:
             rows[f"hopper descriptor {name}, rest"] = rest
     rows["hopper descriptor 192 by 128 causal"], _ = compile_prefill_hopper(192, CAUSAL, 128)
+    for width in (64, 128, 256):
+        for terms in ("full", "causal"):
+            found = compile_prefill_fp8(width, TERMS[terms])
+            for name, row in zip(("hopper descriptor fp8", "fp8 largest", "fp8 quantise"), found, strict=True):
+                rows[f"{name} {width} {terms}"] = row
     print(json.dumps(rows))
 
 

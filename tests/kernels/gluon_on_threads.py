@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attnpatch.kernels.prefill_hopper import kernel, masks, places, softmax
+from attnpatch.kernels.prefill_hopper import eight_bits, kernel, masks, places, softmax
 
 PATIENCE_S = 20
 
@@ -135,7 +135,7 @@ def load_tile(descriptor, at, barrier, buffer):
     buffer.memory.zero_()
     source, target = descriptor.box(at, buffer)
     target.copy_(source)
-    barrier.change(more_bytes=-2 * buffer.memory.numel())
+    barrier.change(more_bytes=-buffer.memory.nbytes)
 
 
 def store_tile(descriptor, at, buffer):
@@ -151,7 +151,7 @@ def product(a, b, acc, use_acc=True, is_async=False):
 def allocate(dtype, shape, layout):
     """Barriers are the ones in 64 bit integers; everything else holds NaN."""
     if dtype != torch.int64:
-        return Shared(torch.full(shape, torch.nan, dtype=dtype))
+        return Shared(torch.full(shape, torch.nan).to(dtype))
     return Barrier() if len(shape) == 1 else Barriers(Barrier() for _ in range(shape[0]))
 
 
@@ -160,6 +160,15 @@ def warp_specialize(parts, num_warps, registers):
     with ThreadPoolExecutor(len(parts)) as threads:
         for part in [threads.submit(function, *args) for function, args in parts]:
             part.result()
+
+
+def assembly(asm, constraints, args, dtype, is_pure, pack):
+    """What the kernel's few lines of assembly compute; four 8 bit floats lie in an int32, the first of four such."""
+    if "e4m3x2" in asm:
+        return torch.stack([x.to(torch.float8_e4m3fn) for x in args], -1).view(dtype)[..., 0]
+    if dtype == torch.float8_e4m3fn:
+        return args[0][:, ::pack].contiguous().view(dtype)
+    return 1 / args[0] if "rcp" in asm else args[0]
 
 
 def _binary(function):
@@ -188,7 +197,9 @@ LANGUAGE = SimpleNamespace(
     allocate_shared_memory=allocate,
     warp_specialize=warp_specialize,
     program_id=None,
-    inline_asm_elementwise=lambda asm, constraints, args, **_: 1 / args[0] if "rcp" in str(asm) else args[0],
+    float8e4nv=torch.float8_e4m3fn,
+    split=lambda x: x.unbind(-1),
+    inline_asm_elementwise=assembly,
     **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout"), lambda *_: None),
 )
 
@@ -223,7 +234,7 @@ def run(grid, given):
     """Run the kernel on what its launcher gives it."""
     given = {name: _argument(x) for name, x in given.items() if name != "num_warps"}
     with ExitStack() as patches:
-        for module in (kernel, masks, places, softmax):
+        for module in (eight_bits, kernel, masks, places, softmax):
             patches.enter_context(mock.patch.dict(vars(module), _plain(module)))
         for program in range(grid[0]):
             with mock.patch.object(LANGUAGE, "program_id", lambda axis, program=program: program):

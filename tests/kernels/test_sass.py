@@ -99,6 +99,14 @@ def test_spills_of_hopper(rows):
             assert row["spills"] <= SPILLS_OF_HOPPER.get(name, 0), (name, row["spills"])
 
 
+def test_8_bit_probabilities_stay_where_they_are(rows):
+    """All products are of 8 bits, and between two of them nothing goes through shared memory or from byte to byte."""
+    for name, row in named(rows, "hopper", "fp8").items():
+        assert row["8 bit wgmma"] == row["wgmma"] > 0, name
+        assert row["byte moves"] <= 48, (name, row["byte moves"])
+        assert row["shared stores"] <= 8, (name, row["shared stores"])
+
+
 def test_spills_of_what_hopper_leaves(rows):
     """What a program keeps from tile to tile waits outside of the loops over keys; at 256 not all of it."""
     for name, (most, in_loops) in SPILLS_OF_REST.items():
