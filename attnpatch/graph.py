@@ -140,6 +140,12 @@ def is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
+def only_user(node: Node) -> Any:
+    """Who reads ``node``, or None where nobody or more than one does."""
+    user: Any = next(iter(node.users)) if len(node.users) == 1 else None
+    return user
+
+
 def is_empty(node: Node) -> bool:
     """Whether a tensor is known to hold nothing."""
     return any(isinstance(size, int) and size == 0 for size in shape(node))

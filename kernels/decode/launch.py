@@ -9,9 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from attnpatch.attention_call import PACKED, AttentionCall
-from attnpatch.kernels.common.launcher import Launch
+from attnpatch.kernels.common.launcher import Launch, overlapping, overlaps
 from attnpatch.kernels.common.support import (
-    capability,
     offset_stride,
     padded_width,
     per_head_strides,
@@ -122,7 +121,7 @@ def _shared(call: AttentionCall, config: DecodeConfig, plan: Plan) -> dict[str, 
         "BLOCK_B": plan.block_b,
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
-        **_overlapping(plan.merges and _overlaps(call.q.device)),
+        **overlapping(plan.merges and overlaps(call.q.device)),
     }
 
 
@@ -197,7 +196,7 @@ def _split(
     )
 
 
-def _rotate(call: AttentionCall, form: Form, rows: int, overlaps: bool, then: Launch) -> Launch:
+def _rotate(call: AttentionCall, form: Form, rows: int, overlapped: bool, then: Launch) -> Launch:
     return Launch(
         _rotate_kernel,
         rows,
@@ -213,7 +212,7 @@ def _rotate(call: AttentionCall, form: Form, rows: int, overlaps: bool, then: La
         BLOCKS=_blocks(call.k, call.head_dim),
         UNPACK=form.unpack,
         DTYPE=_DTYPES[call.q.dtype],
-        **_overlapping(overlaps),
+        **overlapping(overlapped),
         BLOCK_D=padded_width(call.head_dim),
         num_warps=1,
     )
@@ -249,13 +248,3 @@ def _merge(call: AttentionCall, plan: Plan, rows: int, shared: dict[str, Any]) -
 def _output_strides(call: AttentionCall) -> tuple[int, ...]:
     heads, rows, width = call.num_heads, call.q.shape[2], call.head_dim_v
     return (rows * heads * width, width, heads * width, 1)
-
-
-def _overlapping(overlaps: bool) -> dict[str, Any]:
-    """Arguments of a kernel that starts up while the one before it still runs."""
-    return {"PDL": overlaps, **({"launch_pdl": True} if overlaps else {})}
-
-
-def _overlaps(device: torch.device) -> bool:
-    """Whether there is programmatic dependent launch: a kernel starts up while the one before it still runs."""
-    return device.type == "cuda" and capability(device) >= (9, 0)

@@ -21,6 +21,7 @@ from attnpatch.attention_call import AttentionCall
 from attnpatch.kernels.common import support
 from attnpatch.kernels.decode import configs as decode_configs
 from attnpatch.kernels.decode import launch as decode_launch
+from attnpatch.kernels.linear import launch as linear_launch
 from attnpatch.kernels.prefill import configs as prefill_configs
 from attnpatch.kernels.prefill import launch as prefill_launch
 from attnpatch.kernels.prefill_hopper import launch as hopper_launch
@@ -72,6 +73,8 @@ def facts(compiled, runs):
         "int8 mma": r"\bIMMA\b",
         "tma loads": r"\bUTMALDG\b",
         "async loads": r"\bLDGSTS\b",
+        "wide loads": r"\bLDG\.E\S*\.128\b",
+        "waits for the kernel before": r"\bACQBULK\b",
         "spills": SPILLS,
     }
     found = {name: len(re.findall(p, sass)) for name, p in count.items()}
@@ -229,7 +232,7 @@ def compile_decode(call, config, num_splits=2):
         mock.patch.object(decode_launch, "_rotate_kernel", rotate),
         mock.patch.object(decode_launch, "_split_kernel", split),
         mock.patch.object(decode_launch, "_merge_kernel", merge),
-        mock.patch.object(decode_launch, "_overlaps", return_value=True),
+        mock.patch.object(decode_launch, "overlaps", return_value=True),
         mock.patch.object(torch.Tensor, "is_cuda", True),
         mock.patch.object(support, "_plans", {}),  # entries may be alike, and a plan keeps its kernels
     ):
@@ -270,6 +273,22 @@ def first_row(terms):
     return {name: x[:, :, :1].contiguous() if name in by_row else x for name, x in terms.items()}
 
 
+def compile_linear(rows, **options):
+    """Facts of the linear kernel as an 8B Llama calls it, as on a GPU of 9.0."""
+    kernel = CompileOnly(linear_launch._linear_kernel)
+    x = torch.empty(1, 1, 4096, dtype=torch.bfloat16)
+    weights = [x.new_empty(n, 4096) for n in rows]
+    given = {"norm": None, "eps": 1e-5, "residual": None, "activation": None, **options}
+    with (
+        mock.patch.object(linear_launch, "_linear_kernel", kernel),
+        mock.patch.object(linear_launch, "overlaps", return_value=True),
+        mock.patch.object(torch.Tensor, "is_cuda", True),
+        mock.patch.object(support, "_plans", {}),
+    ):
+        linear_launch.linear(x, weights, [None] * len(rows), **given)
+    return facts(kernel.compiled, 1)
+
+
 def main():
     driver.set_active(HopperDriver())
     rows = decode_rows()
@@ -287,6 +306,10 @@ def main():
         rows[f"hopper descriptor {name}"], rest = compile_prefill_hopper(int(name.split()[0]), terms)
         if rest:
             rows[f"hopper descriptor {name}, rest"] = rest
+    norm, residual = torch.empty(4096, dtype=torch.bfloat16), torch.empty(1, 1, 4096, dtype=torch.bfloat16)
+    rows["linear qkv"] = compile_linear([4096, 1024, 1024], norm=norm)
+    rows["linear gated"] = compile_linear([14336, 14336], norm=norm, activation="silu")
+    rows["linear residual"] = compile_linear([4096], residual=residual)
     rows["hopper descriptor 192 by 128 causal"], _ = compile_prefill_hopper(192, CAUSAL, 128)
     print(json.dumps(rows))
 

@@ -161,6 +161,14 @@ def test_codes_and_norms_load_asynchronously(rows):
         assert max(row["narrow loads by run"]) <= NARROW_LOADS.get(name, 0), name
 
 
+def test_linear_layers_read_ahead(rows):
+    """In words of 16 bytes, and once more before the wait for the kernel before; each weight has a loop of its own."""
+    weights = {"linear qkv": 3, "linear gated": 1, "linear residual": 1}
+    for name, row in named(rows, "linear").items():
+        assert row["wide loads"] > 0, name
+        assert row["waits for the kernel before"] == weights[name], name
+
+
 def test_float32_never_does(rows):
     """Exact products: tensor cores would round float32 to TF32."""
     for name, row in named(rows, "float32").items():
