@@ -114,5 +114,5 @@ def test_decode(rest):
     names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     layers = model.config.num_hidden_layers
     assert sum("_linear_kernel" in name for name in names) == 4 * layers + 1
-    assert not any("gemv" in name or "gemm" in name for name in names)
+    assert sum("gemv" in name or "gemm" in name for name in names) <= 1  # the rotary embedding's angles
     assert_same_function(found, original, exact)
