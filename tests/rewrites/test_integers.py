@@ -263,7 +263,10 @@ def test_what_is_written_after_it_is_read():
 )
 def test_any_layout(size, groups, form, order, rows):
     back = [order.index(dim) for dim in range(4)]
-    kv = [x.permute(order).contiguous().permute(back) for x in args(width=size * groups, groups=groups)[1:]]
+    codes, scale, third = stored(size * groups, groups)
+    if form != "zero points":
+        third = -third * scale
+    kv = [x.permute(order).contiguous().permute(back) for x in (codes, scale, third)] * 2
     check_integers(attends(FORMS[form]), torch.randn(B, H, rows, size * groups), *kv)
 
 
