@@ -76,6 +76,15 @@ def sums_of_groups(queries, TILES: tl.constexpr):
 
 
 @triton.jit
+def nothing_added(BLOCK_M: tl.constexpr, TILES: tl.constexpr):
+    """What is added to all channels of each of V's tiles, before any key: a tuple."""
+    out = ()
+    for _ in tl.static_range(TILES):
+        out = out + (tl.zeros([BLOCK_M], tl.float32),)
+    return out
+
+
+@triton.jit
 def load_shifts(
     shift,
     strides,

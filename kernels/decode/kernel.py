@@ -17,12 +17,11 @@ Lengths are read on the device: a static cache is read only up to its valid leng
 the length grows. A split with no key writes m = -inf and l = 0, and its output is not read.
 
 Keys may lie in pages (a row of ``block_table`` per sequence), packed (``cu_seqlens_k``), and in 8 bits with a scale per
-row, or in 4 with a scale and a shift per row and group of channels (integers.py): scales multiply scores and
-probabilities, never the elements of K and V. Of TBQ4 codes (codes.py) K meets a q that
-_rotate_kernel has rotated (queries.py), and what comes of V is rotated back by the merge.
+row, or in 4 with a shift, too (integers.py): scales multiply scores and probabilities, never K and V. Of TBQ4 codes
+(codes.py) K meets a q that _rotate_kernel has rotated (queries.py), and what comes of V is rotated back by the merge.
 
-K and V are loaded as tiles: one, or one per block of codes, each with its norm. A tile unpacks into planes (unpack.py),
-every second or fourth channel of it, and each plane has its part of q or its accumulator.
+K and V are loaded as tiles: one, or one per block of codes or group of integers, each with its norm. A tile unpacks
+into planes (unpack.py), every second or fourth channel of it, and each plane has its part of q or its accumulator.
 
 Letters: b sequence, h query head, i query, r row of a tile, n key, d head dim.
 """
@@ -47,7 +46,7 @@ from attnpatch.kernels.common.primitives import (
 )
 from attnpatch.kernels.decode.codes import BYTES, INT8_WORDS, STEP, positive, scaled
 from attnpatch.kernels.decode.int8 import accumulate_int8, bytes_of_weights, keys_for_products
-from attnpatch.kernels.decode.integers import INTEGERS, load_shifts, sums_of_groups
+from attnpatch.kernels.decode.integers import load_shifts, nothing_added, sums_of_groups
 from attnpatch.kernels.decode.merge import statistics
 from attnpatch.kernels.decode.places import (
     in_stretch,
@@ -61,7 +60,7 @@ from attnpatch.kernels.decode.places import (
 )
 from attnpatch.kernels.decode.plan import plan_of_program, share_of
 from attnpatch.kernels.decode.queries import factors_of_rotated, load_queries, scores
-from attnpatch.kernels.decode.unpack import planes
+from attnpatch.kernels.decode.unpack import planes, pointer_of
 
 
 @triton.jit(
@@ -171,10 +170,7 @@ def _split_kernel(
     WHOLE_TILES: tl.constexpr = WHOLE_NORMS and NO_ODD_START and K_UNPACK != BYTES and V_UNPACK != BYTES
     BANDED: tl.constexpr = not ONE_QUERY and (window_left is not None or window_right is not None)
     MAY_MASK: tl.constexpr = SCATTERED or BANDED or WHOLE_TILES
-    if K_UNPACK is not None and K_UNPACK != BYTES and K_UNPACK != INTEGERS:
-        k = k.to(tl.pointer_type(tl.int16), bitcast=True)
-    if V_UNPACK is not None and V_UNPACK != BYTES and V_UNPACK != INTEGERS:
-        v = v.to(tl.pointer_type(tl.int16), bitcast=True)
+    k, v = pointer_of(k, K_UNPACK), pointer_of(v, V_UNPACK)
 
     if PDL and not K_CODES:
         gdc_wait()  # for whatever ran before; _rotate_kernel has done so
@@ -247,9 +243,7 @@ def _split_kernel(
     for _ in tl.static_range(V_TILES * V_STEPS):
         acc = acc + (tl.zeros([BLOCK_M, BLOCK_V], tl.float32),)
     if v_shift is not None:
-        added = ()  # to all channels of a group
-        for _ in tl.static_range(V_TILES):
-            added = added + (tl.zeros([BLOCK_M], tl.float32),)
+        added = nothing_added(BLOCK_M, V_TILES)
     for run in tl.static_range(2):
         if (MAY_MASK, MAY_NOT_MASK)[run]:
             end = None if WHOLE_TILES and run == 1 else stops[run]  # None: no tile reaches past it
@@ -320,7 +314,7 @@ def _split_kernel(
                 seen = inside
                 if run == 0 and SCATTERED:  # an unwritten slot may hold NaN, and 0 * NaN is NaN
                     seen = tl.max(s, axis=0) != float("-inf")
-                weights, rescale, sums, added_now = (), alpha, (), ()
+                weights, rescale, sums, more = (), alpha, (), ()
                 for side in tl.static_range(V_TILES):
                     weight = p
                     if V_SCALES:
@@ -337,7 +331,7 @@ def _split_kernel(
                             *(WHOLE_TILES, PAGE_SIZE),
                         )  # fmt: skip
                         shifts = tl.where(seen, shifts, 0.0)
-                        added_now = added_now + (added[side] * alpha + tl.sum(p * shifts[None, :], axis=1),)
+                        more = more + (added[side] * alpha + tl.sum(p * shifts[None, :], axis=1),)
                     weights = weights + (weight,)
                 if WEIGHTS_16:
                     largest = unit * alpha
@@ -371,7 +365,7 @@ def _split_kernel(
                         sums = sums + (part,)
                 acc = sums
                 if v_shift is not None:
-                    added = added_now
+                    added = more
                 if block_table is not None:  # ids come a tile early: a tile's loads then wait for no other load
                     keys += BLOCK_N
                     pages = key_pages(block_table, table_strides, b, keys, keys < stops[run], num_pages, PAGE_SIZE)

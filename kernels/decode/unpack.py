@@ -192,6 +192,16 @@ def has_whole_norms(call: AttentionCall) -> bool:
 
 
 @triton.jit
+def pointer_of(x, UNPACK: tl.constexpr):
+    """To what K or V is loaded as: words of 16 bits, or its elements."""
+    if UNPACK is None or UNPACK == BYTES or UNPACK == INTEGERS:
+        pointer = x
+    else:
+        pointer = x.to(tl.pointer_type(tl.int16), bitcast=True)
+    return pointer
+
+
+@triton.jit
 def planes(tile, UNPACK: tl.constexpr, IS_KEY: tl.constexpr, dtype: tl.constexpr):
     """The tiles that a loaded tile is made of, as floats that products take: a tuple.
 
