@@ -176,6 +176,7 @@ ROWS = {
     "64 rows": 16,
     "64 rows, packed": 16,
     "128 rows": 60,
+    "4 bit, 64 rows": 16,
     "codes, 8 rows": 2,
     "codes, 16 rows": 4,
     "codes, 64 rows": 16,
@@ -190,6 +191,8 @@ def decode_call(kind, width, dtype=torch.float8_e4m3fn, scales="token"):
     call = call._replace(q_offset=torch.tensor(5))
     if kind == "8 bit":
         return in_8_bits(call, dtype, scales)
+    if kind.startswith("4 bit"):
+        return in_integers(call, width // (64 if scales == "token" else scales))
     if kind.startswith("codes"):
         return in_codes(call, odd=kind.endswith("bytes"))
     if kind.endswith("packed"):
@@ -208,6 +211,13 @@ def in_codes(call, odd=False):
     x = torch.zeros(1, 2, 256, width // 2 + odd, dtype=torch.uint8)[..., : width // 2]
     norms = torch.ones(1, 2, max(1, width // 128), 256, dtype=torch.float16).transpose(2, 3)
     return call._replace(k=x, v=x, k_scale=norms, v_scale=norms)
+
+
+def in_integers(call, groups):
+    """``call`` on integers of 4 bits and planes of scales and shifts."""
+    x = torch.zeros(1, 2, 256, call.head_dim // 2, dtype=torch.uint8)
+    scale = torch.ones(1, 2, groups, 256, dtype=torch.float16).transpose(2, 3)
+    return call._replace(k=x, v=x, k_scale=scale, v_scale=scale, k_shift=scale, v_shift=scale)
 
 
 def in_pages(call):
@@ -261,6 +271,11 @@ def decode_rows():
         "64 rows, packed 128 in pages": packed(in_pages(rows_64))._replace(cu_seqlens_k=None),
         "64 rows 128 8 bit, padding": in_8_bits(rows_64)._replace(key_padding=torch.ones(1, 256, dtype=torch.bool)),
     }
+    for width, size in ((64, 32), (128, 32), (128, 128), (256, 256)):
+        config = decode_configs.CONFIGS["4 bit"][min(256, max(64, size) * (width // size))]
+        rows[f"decode 4 bit, groups of {size} {width}"], _ = compile_decode(
+            decode_call("4 bit", width, scales=size), config
+        )
     for name, call in calls.items():
         kind = name[: name.index(" 128")]
         rows[f"decode {name}"], _ = compile_decode(call, configs[kind][128], 1 if "terms" in name else 2)
