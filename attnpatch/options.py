@@ -25,8 +25,9 @@ class Options:
             (env ``ATTNPATCH_BACKENDS``, comma-separated). Empty: all.
         batch_invariant: the result of a sequence does not depend, to the bit, on the others of its batch: splits of
             K have one size, whatever else runs beside it.
-        rest: who runs the rest of the graph: "eager" starts fast, and on a GPU computes norms and rotary embeddings by
-            one kernel each where no gradients are recorded; "inductor" compiles it.
+        rest: who runs the rest of the graph: "eager" starts fast; "inductor" compiles it. On a GPU where no gradients
+            are recorded, linear layers of one row in 16 bits are one kernel with their norm, activation and residual,
+            and under "eager" all norms and rotary embeddings one kernel each.
         cuda_graphs: whether a decode step that repeats is replayed from a CUDA graph. "auto": where it can be, and not
             beside Inductor's own CUDA graphs; True also says where it cannot.
         cache: for ``patch`` alone: calls that bring no cache of their own get an ``attnpatch.BufferedCache``

@@ -18,10 +18,8 @@ the length grows. A split with no key writes m = -inf and l = 0, and its output 
 
 Keys may lie in pages (a row of ``block_table`` per sequence), packed (``cu_seqlens_k``), and in 8 bits with a scale per
 row, or in 4 with a shift, too (integers.py): scales multiply scores and probabilities, never K and V. Of TBQ4 codes
-(codes.py) K meets a q that _rotate_kernel has rotated (queries.py), and what comes of V is rotated back by the merge.
-
-K and V are loaded as tiles: one, or one per block of codes or group of integers, each with its norm. A tile unpacks
-into planes (unpack.py), every second or fourth channel of it, and each plane has its part of q or its accumulator.
+(codes.py) K meets a q that _rotate_kernel has rotated (queries.py); the merge rotates back. A tile, one per block or
+group, unpacks into planes (unpack.py), every second or fourth channel; each has its part of q or its accumulator.
 
 Letters: b sequence, h query head, i query, r row of a tile, n key, d head dim.
 """
