@@ -12,9 +12,9 @@ and its score is ``softcap(q_i . k_j * sm_scale) + attn_mask[b, h, i, j] - alibi
 softmax's denominator, of no key. A row that sees no key gives zeros, and -inf as its lse, sinks or not.
 Head ``h`` of q reads head ``h // group_size`` of k and v.
 
-K and V may lie in pages (``block_table``), as integers, 8 bit floats or TBQ4 codes (``k_scale``, ``v_scale``), and the
-sequences one behind the other (``cu_seqlens_q``, ``cu_seqlens_k``). Row ``i`` and key ``j`` then count within their
-sequence.
+K and V may lie in pages (``block_table``), as integers, 8 bit floats or TBQ4 codes (``k_scale``, ``v_scale``; integers
+of 4 bits have a ``k_shift``, ``v_shift`` too), and the sequences one behind the other (``cu_seqlens_q``,
+``cu_seqlens_k``). Row ``i`` and key ``j`` then count within their sequence.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ QUANTISED = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes of K and V that come with a scale per row."""
 
 PACKED = torch.uint8
-"""Dtype of K and V as TBQ4 codes, two channels to a byte, that come with a norm per row and block (attnpatch.tbq4)."""
+"""Dtype of K and V in 4 bits, two channels to a byte: integers where a shift is given, else TBQ4 codes."""
+
+
+SCALES = ("k_scale", "v_scale", "k_shift", "v_shift")
+"""Fields of a call that say what K and V mean where they are not in q's dtype."""
 
 
 PREFILL_DTYPES = (None, "fp8")
@@ -71,8 +75,13 @@ class AttentionCall(NamedTuple):
             anything: kernels clamp it into ``[0, num_pages)``.
         k_scale: float32, as a view of shape ``k.shape[:3]`` (stride 0 over the keys: one per head), given exactly when
             k is quantised, of which it means ``k.float() * k_scale[..., None]``; or None. Of PACKED codes, the norms:
-            float16 ``[*k.shape[:3], num_blocks]``, and it means ``attnpatch.tbq4.decode(k, k_scale, head_dim)``.
+            float16 ``[*k.shape[:3], num_blocks]``, and it means ``attnpatch.tbq4.decode(k, k_scale, head_dim)``; with a
+            k_shift, the scales: float ``[*k.shape[:3], num_groups]``.
         v_scale: likewise of v.
+        k_shift: like k_scale in shape and dtype, or None: PACKED k holds integers from 0 to 15, channel 2b in the low 4
+            bits of byte b, and channel c of them, in group ``c // (head_dim // num_groups)``, means
+            ``integer * k_scale[.., group] + k_shift[.., group]``.
+        v_shift: likewise of v.
         cu_seqlens_q: int32 ``[batch + 1]``, not decreasing, from 0: q is packed, and sequence ``b`` owns its rows
             ``cu_seqlens_q[b] <= i < cu_seqlens_q[b + 1]``; or None. Rows behind the last come back as zeros, -inf in
             lse. There is no attn_mask, key_padding or key_bounds then.
@@ -99,6 +108,8 @@ class AttentionCall(NamedTuple):
     block_table: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    k_shift: Tensor | None = None
+    v_shift: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     batch_invariant: bool = False
@@ -148,6 +159,11 @@ class AttentionCall(NamedTuple):
     def head_dim_v(self) -> int:
         """Width of v and of the output."""
         return width_of(self.v)
+
+    @property
+    def tbq4(self) -> tuple[bool, bool]:
+        """Whether K, and whether V, is TBQ4 codes."""
+        return is_tbq4(self.k, self.k_shift), is_tbq4(self.v, self.v_shift)
 
     @property
     def is_banded(self) -> bool:
@@ -200,6 +216,18 @@ def new_output(q: Tensor, v: Tensor) -> Tensor:
 def width_of(x: Tensor) -> int:
     """Channels of a row of K or V, of which PACKED codes hold two to a byte."""
     return x.shape[3] * 2 if x.dtype == PACKED else x.shape[3]
+
+
+def is_tbq4(x: Tensor, shift: Tensor | None) -> bool:
+    """Whether K or V of this shift is TBQ4 codes."""
+    return x.dtype == PACKED and shift is None
+
+
+def words_of_dtype(dtype: torch.dtype, has_shift: bool) -> str:
+    """What K or V is, in a word or two."""
+    if dtype == PACKED:
+        return "int4" if has_shift else "TBQ4 codes"
+    return str(dtype).removeprefix("torch.")
 
 
 def position_offset(q_offset: int | Tensor, device: torch.device) -> Tensor:

@@ -83,11 +83,11 @@ def _is_on_gpu(example_inputs: Sequence[Any]) -> bool:
 
 
 def _compile_rest(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Callable[..., Any]:
+    if _is_on_gpu(example_inputs) and not torch.is_grad_enabled():
+        for fuse in table.OF_THE_REST[options.rest]:
+            fuse(gm.graph)
+        gm.recompile()
     if options.rest == "eager":
-        if _is_on_gpu(example_inputs) and not torch.is_grad_enabled():
-            for fuse in table.OF_THE_REST:
-                fuse(gm.graph)
-            gm.recompile()
         return gm.forward
     from torch._inductor.compile_fx import compile_fx
 

@@ -31,6 +31,8 @@ def make_call(
     block_table: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    k_shift: Tensor | None = None,
+    v_shift: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     batch_invariant: bool = False,
@@ -42,7 +44,8 @@ def make_call(
         ValueError: see :func:`attnpatch.ops.attention`.
     """
     _check_qkv(q, k, v)
-    k_scale, v_scale = _scale("k", k, k_scale, q), _scale("v", v, v_scale, q)
+    k_scale, k_shift = _scale("k", k, k_scale, k_shift, q)
+    v_scale, v_shift = _scale("v", v, v_scale, v_shift, q)
     batch, seqlen_k = _sizes(q, k, v, block_table, cu_seqlens_q, cu_seqlens_k)
     if cu_seqlens_q is not None:
         _check_no_masks({"attn_mask": attn_mask, "key_padding": key_padding, "key_bounds": key_bounds})
@@ -60,7 +63,7 @@ def make_call(
     offset = q_offset if q_offset_tensor is None else _offset(q_offset_tensor, q_offset, q, batch)
     masks = (attn_mask, key_padding, offset, window_left, window_right)
     terms = (softcap, key_bounds, sinks, alibi_slopes, None)
-    storage = (block_table, k_scale, v_scale, cu_seqlens_q, cu_seqlens_k)
+    storage = (block_table, k_scale, v_scale, k_shift, v_shift, cu_seqlens_q, cu_seqlens_k)
     check_prefill_dtype(prefill_dtype)
     return AttentionCall(q, k, v, sm_scale, *masks, *terms, *storage, batch_invariant, prefill_dtype)
 
@@ -78,7 +81,8 @@ def views(args: tuple[Any, ...]) -> tuple[tuple[int, torch.Size], ...]:
         ValueError: see :func:`attnpatch.ops.attention`.
     """
     call = make_call(*args)
-    held = {4: call.attn_mask, 6: call.q_offset, 11: call.key_bounds, 15: call.k_scale, 16: call.v_scale}
+    scales = {15: call.k_scale, 16: call.v_scale, 17: call.k_shift, 18: call.v_shift}
+    held = {4: call.attn_mask, 6: call.q_offset, 11: call.key_bounds, **scales}
     tensors = [(place, x.shape) for place, x in held.items() if isinstance(x, Tensor)]
     return tuple((place, shape) for place, shape in tensors if shape != args[place].shape)
 
@@ -126,18 +130,40 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     )
 
 
-def _scale(name: str, x: Tensor, scale: Tensor | None, q: Tensor) -> Tensor | None:
-    """The scale of k or v as a view of its rows' shape."""
+def _scale(
+    name: str, x: Tensor, scale: Tensor | None, shift: Tensor | None, q: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """The scale and the shift of k or v as views of its rows' shape."""
     if (x.dtype in (*QUANTISED, PACKED)) != (scale is not None):
         wrong = f"is missing for {name} in {x.dtype}" if scale is None else f"is given, but {name} is {x.dtype}"
         raise ValueError(f"{name}_scale {wrong}: it belongs to {name} in {_QUANTISED_NAMES} and to no other dtype")
+    if shift is not None:
+        return _groups(name, x, scale, shift, q)
     if scale is None:
-        return None
+        return None, None
     if x.dtype == PACKED:
-        return _norms(name, x, scale, q)
+        return _norms(name, x, scale, q), None
     if scale.dtype != torch.float32:
         raise ValueError(f"{name}_scale must be float32; got {scale.dtype}")
-    return _expanded(f"{name}_scale", scale, x.shape[:3], "batch or num_pages, num_kv_heads, keys", q)
+    return _expanded(f"{name}_scale", scale, x.shape[:3], "batch or num_pages, num_kv_heads, keys", q), None
+
+
+def _groups(name: str, x: Tensor, scale: Tensor | None, shift: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and shifts of integers of 4 bits as views of their rows' shape, and groups."""
+    if x.dtype != PACKED or scale is None:
+        raise ValueError(f"{name}_shift is given, but {name} is {x.dtype}: it belongs to uint8, two channels to a byte")
+    if scale.dtype != shift.dtype or scale.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"{name}_scale and {name}_shift must share float32, float16 or bfloat16; got {scale.dtype}, {shift.dtype}"
+        )
+    groups, axes = scale.shape[-1] if scale.dim() else 1, "batch or num_pages, num_kv_heads, keys, groups of head_dim"
+    if groups == 0 or width_of(x) % groups:
+        raise ValueError(f"{name}_scale has {groups} groups, which do not divide head_dim {width_of(x)}")
+    scale, shift = (
+        _expanded(f"{name}_{kind}", given, (*x.shape[:3], groups), axes, q)
+        for kind, given in (("scale", scale), ("shift", shift))
+    )
+    return scale, shift
 
 
 def _norms(name: str, x: Tensor, norms: Tensor, q: Tensor) -> Tensor:

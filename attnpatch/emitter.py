@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from attnpatch.affine import Affine
 from attnpatch.attention_call import PACKED
 from attnpatch.edges import EdgeEmitter, scalar_nodes, tensor_nodes
-from attnpatch.graph import VIEWS, Writes, emit, erase_dead, is_tensor, op, shape, value, written_by
-from attnpatch.rule import Operand, Site, Storage, Streamed, Terms, Turn
+from attnpatch.graph import Writes, breaks_a_view, emit, erase_dead, is_tensor, op, shape, value
+from attnpatch.rule import Operand, Scaling, Site, Storage, Streamed, Terms, Turn
 
 
 class Keys(NamedTuple):
@@ -29,6 +28,8 @@ class Keys(NamedTuple):
     block_table: Node | None
     k_scale: Node | None
     v_scale: Node | None
+    k_shift: Node | None
+    v_shift: Node | None
 
     @property
     def seqlen_k(self) -> Any:
@@ -56,7 +57,7 @@ class Emitter:
             if lse is not None and site.lse is not None:
                 lse = self._arranged(site.lse._replace(node=lse), site.anchor)
                 lse = self._cast(lse, value(site.lse.node).dtype, site.anchor)
-            if _breaks_a_view(value(o), site.anchor):
+            if breaks_a_view(value(o), site.anchor):
                 o = self._laid_out(o, site.anchor)
         site.anchor.replace_all_uses_with(o)
         if lse is not None and site.lse is not None:
@@ -125,8 +126,9 @@ class Emitter:
         k, v = self._arranged(site.k, like), self._arranged(site.v, like)
         k = self._cast(k, stored.dtype, like) if stored.k_scales is None else k
         v = self._cast(v, stored.dtype, like) if stored.v_scales is None else v
-        scales = (self._scale(x, y, like) for x, y in ((stored.k_scales, k), (stored.v_scales, v)))
-        return Keys(k, v, self._block_table(stored, k, like, writes), *scales)
+        k_scale, k_shift = self._scale(stored.k_scales, stored.k_scaling, k, like)
+        v_scale, v_shift = self._scale(stored.v_scales, stored.v_scaling, v, like)
+        return Keys(k, v, self._block_table(stored, k, like, writes), k_scale, v_scale, k_shift, v_shift)
 
     def _block_table(self, stored: Storage, k: Node, like: Node, writes: Writes) -> Node | None:
         table = stored.block_table
@@ -140,12 +142,33 @@ class Emitter:
             self.shared[key] = ids
         return self.shared[key]
 
-    def _scale(self, scales: list[Operand] | None, codes: Node, like: Node) -> Node | None:
-        """The norms, or the product of the scales in float32, broadcastable to the rows; ones where there is none."""
+    def _scale(
+        self, scales: list[Operand] | None, scaling: Scaling | None, codes: Node, like: Node
+    ) -> tuple[Node | None, Node | None]:
+        """The scale of K or V and its shift, None where it has none."""
         if scales is None:
-            return None
+            return None, None
+        if scaling is not None:
+            return self._scaled(scaling, [self._arranged(x, like) for x in scales], like)
         if value(codes).dtype == PACKED:
-            return self._arranged(scales[0], like)
+            return self._arranged(scales[0], like), None
+        return self._product(scales, like), None
+
+    def _scaled(self, scaling: Scaling, given: list[Node], like: Node) -> tuple[Node, Node]:
+        """Scales and shifts of integers of 4 bits: as they are, or worked out in float32."""
+        if scaling == Scaling(1.0, 0.0, 1.0) and value(given[0]).dtype == value(given[1]).dtype:
+            return given[0], given[1]
+        scale, *others = (self._cast(x, torch.float32, like) for x in given)
+        parts = [(scaling.of_scale, scale)]
+        if others:
+            both = self._emit(operator.mul, scale, others[0], like=like) if scaling.of_both else scale
+            parts += [(scaling.of_other, others[0]), (scaling.of_both, both)]
+        terms = [self._times(x, factor, like) for factor, x in parts if factor]
+        shift = self._fold(operator.add, terms, like) or self._emit("new_zeros", scale, (1, 1, 1, 1), like=like)
+        return self._times(scale, scaling.step, like), shift
+
+    def _product(self, scales: list[Operand], like: Node) -> Node:
+        """The product of the scales in float32, broadcastable to the rows; ones where there is none."""
         numbers = [x.node for x in scales if not is_tensor(x.node)]
         total: Node | None = None
         for scale in (x for x in scales if is_tensor(x.node)):
@@ -183,6 +206,8 @@ class Emitter:
             "block_table": keys.block_table,
             "k_scale": keys.k_scale,
             "v_scale": keys.v_scale,
+            "k_shift": keys.k_shift,
+            "v_shift": keys.v_shift,
             **self.arguments,
         }
         given = {name: x for name, x in given.items() if x is not None}
@@ -247,7 +272,7 @@ class Emitter:
                 total = self._sum(total or None, self._times(atom, c, site.anchor), site.anchor)
         return total, tensor
 
-    def _times(self, node: Node, factor: int, like: Node) -> Node:
+    def _times(self, node: Node, factor: float, like: Node) -> Node:
         return node if factor == 1 else self._emit(operator.mul, node, factor, like=like)
 
     def _sum(self, left: Any, right: Node, like: Node) -> Node:
@@ -339,23 +364,6 @@ class Emitter:
         return node if mask.factor == 1.0 else self._emit(operator.mul, node, mask.factor, like=like)
 
 
-def _breaks_a_view(output: Any, node: Node) -> bool:
-    """Whether a view after ``node``, which is contiguous in the original, fails on the strides of ``output``."""
-    for user in node.users:
-        if written_by(user) == [node] and value(user) is value(node) and _breaks_a_view(output, user):
-            return True
-        if op(user) not in VIEWS or user.args[0] is not node:
-            continue
-        try:
-            with output.fake_mode, torch.no_grad():
-                viewed = _rerun(user, output)
-        except (RuntimeError, ValueError):
-            return True
-        if isinstance(viewed, torch.Tensor) and _breaks_a_view(viewed, user):
-            return True
-    return False
-
-
 def _erase_unread(graph: Graph, node: Node, inside: set[Node]) -> None:
     """Erase what reads ``node`` and is read by nobody itself: it would keep all of attention alive."""
     for user in [] if node._erased else list(node.users):
@@ -383,12 +391,6 @@ def constant(graph: Graph, name: str, tensor: torch.Tensor, like: Node) -> Node:
     with value(like).fake_mode as mode:
         node.meta["example_value"] = mode.from_tensor(tensor)
     return node
-
-
-def _rerun(user: Node, x: Any) -> Any:
-    """The fake value of ``user`` with ``x`` as its first argument."""
-    args, kwargs = map_arg((user.args[1:], user.kwargs), value)
-    return getattr(x, user.target)(*args, **kwargs) if isinstance(user.target, str) else user.target(x, *args, **kwargs)
 
 
 def _is_shared_by_heads(mask: Node) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 
 from attnpatch.graph import Writes, emit, erase_dead, op, value
 
@@ -20,26 +22,35 @@ class Fusing:
     def __init__(self, graph: Graph) -> None:
         self._graph, self._writes, self._apart = graph, Writes(graph), _in_own_modes(graph)
 
-    def put(self, target: Callable[..., Any], args: Sequence[Any], output: Node, between: Iterable[Node]) -> bool:
-        """Let ``target(*args)`` stand for ``output``; False, and nothing is changed, where it might be another value.
+    def put(
+        self, target: Callable[..., Any], args: Sequence[Any], outputs: Sequence[Node], between: Iterable[Node]
+    ) -> bool:
+        """Let ``target(*args)`` stand for ``outputs``; False, and nothing is changed, where it might be another value.
 
         Args:
-            target: what is called.
-            args: of it, nodes and constants.
-            output: a node that gives the same.
-            between: the nodes by which it came from ``args``.
+            target: what is called; it gives a tensor, or a list of them.
+            args: of it, nodes, lists of nodes and constants.
+            outputs: nodes that give the same, in the graph's order.
+            between: the nodes by which they came from ``args``.
         """
-        read = (*(x for x in args if isinstance(x, Node)), *between)
-        if output in self._apart or any(map(self._writes.touches, read)):
+        read = (*(x for x in tree_leaves(args) if isinstance(x, Node)), *between)
+        if self._apart.intersection(outputs) or any(map(self._writes.touches, read)):
             return False
-        with self._graph.inserting_before(output):
-            fused = emit(self._graph, target, *args, like=output)
-        if value(fused).dtype != value(output).dtype:  # autocast around the graph may have one of its own for it
-            self._graph.erase_node(fused)
+        with self._graph.inserting_before(outputs[0]):
+            fused = self._values(emit(self._graph, target, *args, like=outputs[0]), outputs)
+        if [value(x).dtype for x in fused] != [value(x).dtype for x in outputs]:  # autocast around may have one for it
+            erase_dead(self._graph, fused)
             return False
-        output.replace_all_uses_with(fused)
-        erase_dead(self._graph, [output])
+        for output, stands_for_it in zip(outputs, fused, strict=True):
+            output.replace_all_uses_with(stands_for_it)
+        erase_dead(self._graph, outputs)
         return True
+
+    def _values(self, call: Node, outputs: Sequence[Node]) -> list[Node]:
+        """The tensors that it gives, a node each."""
+        if not isinstance(value(call), list):
+            return [call]
+        return [emit(self._graph, operator.getitem, call, i, like=output) for i, output in enumerate(outputs)]
 
 
 def _in_own_modes(graph: Graph) -> set[Node]:

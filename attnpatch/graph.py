@@ -140,6 +140,12 @@ def is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
+def only_user(node: Node) -> Any:
+    """Who reads ``node``, or None where nobody or more than one does."""
+    user: Any = next(iter(node.users)) if len(node.users) == 1 else None
+    return user
+
+
 def is_empty(node: Node) -> bool:
     """Whether a tensor is known to hold nothing."""
     return any(isinstance(size, int) and size == 0 for size in shape(node))
@@ -334,3 +340,26 @@ def _is_private(target: Node) -> bool:
     made = ("full", "ones", "zeros", "empty", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like", "einsum")
     fresh = ("matmul", "bmm", "baddbmm", "mul", "div", "add", "sub", "tanh", "masked_fill", "where", *made)
     return op(base) in fresh and len(base.users) <= 1
+
+
+def breaks_a_view(output: Any, node: Node) -> bool:
+    """Whether a view after ``node``, which is contiguous in the original, fails on the strides of ``output``."""
+    for user in node.users:
+        if written_by(user) == [node] and value(user) is value(node) and breaks_a_view(output, user):
+            return True
+        if op(user) not in VIEWS or user.args[0] is not node:
+            continue
+        try:
+            with output.fake_mode, torch.no_grad():
+                viewed = _rerun(user, output)
+        except (RuntimeError, ValueError):
+            return True
+        if isinstance(viewed, torch.Tensor) and breaks_a_view(viewed, user):
+            return True
+    return False
+
+
+def _rerun(user: Node, x: Any) -> Any:
+    """The fake value of ``user`` with ``x`` as its first argument."""
+    args, kwargs = map_arg((user.args[1:], user.kwargs), value)
+    return getattr(x, user.target)(*args, **kwargs) if isinstance(user.target, str) else user.target(x, *args, **kwargs)

@@ -28,8 +28,9 @@ class Options:
             K have one size, whatever else runs beside it.
         prefill_dtype: "fp8" computes prefills on 8 bit floats (e4m3), with a scale per head, where there is a kernel
             for it; where there is none the report and the log say why. None: in the model's dtype.
-        rest: who runs the rest of the graph: "eager" starts fast, and on a GPU computes norms and rotary embeddings by
-            one kernel each where no gradients are recorded; "inductor" compiles it.
+        rest: who runs the rest of the graph: "eager" starts fast; "inductor" compiles it. On a GPU where no gradients
+            are recorded, linear layers of one row in 16 bits are one kernel with their norm, activation and residual,
+            and under "eager" all norms and rotary embeddings one kernel each.
         cuda_graphs: whether a decode step that repeats is replayed from a CUDA graph. "auto": where it can be, and not
             beside Inductor's own CUDA graphs; True also says where it cannot.
         cache: for ``patch`` alone: calls that bring no cache of their own get an ``attnpatch.BufferedCache``

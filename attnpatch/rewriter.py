@@ -12,14 +12,14 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_map
 
 import attnpatch.autocasting  # noqa: F401  (registers kernels)
-from attnpatch.attention_call import PACKED
+from attnpatch.attention_call import words_of_dtype
 from attnpatch.edges import tensor_nodes
 from attnpatch.emitter import Emitter
 from attnpatch.errors import Refused
 from attnpatch.graph import Writes, follow_writes, module_path, place, value
 from attnpatch.inlining import inline_calls
 from attnpatch.mask_words import sentence
-from attnpatch.rule import Rule, Site
+from attnpatch.rule import Rule, Scaling, Site
 
 
 @dataclass
@@ -103,13 +103,13 @@ def _said(dtype: torch.dtype) -> str:
 def _storage_words(site: Site) -> list[str]:
     """How K and V lie in another way than as attention reads them: ``pages``, ``int8 K``, ``TBQ4 V``."""
     stored = site.storage
-    codes = [("K", site.k, stored.k_scales), ("V", site.v, stored.v_scales)]
-    quantised = [f"{_form(x.node)} {name}" for name, x, scales in codes if scales is not None]
+    codes = [("K", site.k, stored.k_scales, stored.k_scaling), ("V", site.v, stored.v_scales, stored.v_scaling)]
+    quantised = [f"{_form(x.node, scaling)} {name}" for name, x, scales, scaling in codes if scales is not None]
     return [*([] if stored.block_table is None else ["pages"]), *quantised, *stored.kept]
 
 
-def _form(codes: Node) -> str:
-    return "TBQ4" if value(codes).dtype == PACKED else _said(value(codes).dtype)
+def _form(codes: Node, scaling: Scaling | None) -> str:
+    return words_of_dtype(value(codes).dtype, scaling is not None).removesuffix(" codes")
 
 
 def _check_writes(site: Site, writes: Writes) -> None:

@@ -48,6 +48,24 @@ class Turn(NamedTuple):
         return Turn(self.factor, None if order is None else order.argsort(), None if matrix is None else matrix.T)
 
 
+class Scaling(NamedTuple):
+    """What integers of 4 bits stand for, of a scale and maybe one more tensor that both have a number per group.
+
+        integer * (step * scale) + (of_scale * scale + of_other * other + of_both * scale * other)
+
+    Args:
+        step: of the scale, where it multiplies integers.
+        of_scale: in what is added.
+        of_other: likewise.
+        of_both: likewise, of their product: a zero point has -1.
+    """
+
+    step: float
+    of_scale: float = 0.0
+    of_other: float = 0.0
+    of_both: float = 0.0
+
+
 class Storage(NamedTuple):
     """How K and V lie in memory.
 
@@ -57,12 +75,14 @@ class Storage(NamedTuple):
         counts_back: whether a negative id counts from the end of the pool.
         k_scales: factors of k's codes, each arranged to three dimensions that broadcast to ``k.shape[:3]``, or a number
             as its node. None when k is not quantised; empty when its codes are its values. Of TBQ4 codes, the norms
-            alone, arranged to ``[*k.shape[:3], num_blocks]``.
+            alone, arranged to ``[*k.shape[:3], num_blocks]``; of integers of 4 bits, what k_scaling is of.
         v_scales: likewise of v.
         k_turn: what k is of what its TBQ4 codes stand for.
         v_turn: likewise of v.
         unpacked: nodes that unpack codes, which nothing may read any more.
         kept: sentences that say why K or V is unpacked in the graph although it is made of codes.
+        k_scaling: of integers of 4 bits, what they are multiplied by and what is added; None of all else.
+        v_scaling: likewise of v.
     """
 
     dtype: torch.dtype
@@ -74,6 +94,8 @@ class Storage(NamedTuple):
     v_turn: Turn = Turn()
     unpacked: tuple[Node, ...] = ()
     kept: tuple[str, ...] = ()
+    k_scaling: Scaling | None = None
+    v_scaling: Scaling | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import bandwidth
+import linears
 import masks
 import torch
 import writes
@@ -27,7 +28,7 @@ from suites import SUITES, Case
 from varlen import VarlenCase
 
 HERE = Path(__file__).parent
-ALL = ["bandwidth", *SUITES, "masks", "mixed", "varlen", "cache_write"]
+ALL = ["bandwidth", *SUITES, "masks", "mixed", "varlen", "cache_write", "linears"]
 CLOCKS = ("burst", "hot")
 QUICK_ROUNDS = 1
 
@@ -108,6 +109,8 @@ def jobs(suite: str) -> Iterator[Job]:
         yield from _plain(bandwidth.CASES, bandwidth.measure_bandwidth, bandwidth.run_bandwidth_once)
     elif suite == "cache_write":
         yield from _plain(writes.CASES, writes.measure_write, writes.run_write_once)
+    elif suite == "linears":
+        yield from _plain(list(linears.CASES), linears.measure_linears, linears.run_linears_once)
     elif suite == "mixed":
         yield _job(MixedCase())
     elif suite == "varlen":

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attnpatch.attention_call import AttentionCall
 from attnpatch.kernels.dense import dense
-from attnpatch.testing.inputs import codes, paged, quantised, random_call
+from attnpatch.testing.inputs import codes, integers, paged, quantised, random_call
 
 SUITES = {
     "prefill": [
@@ -175,7 +175,7 @@ class Case(NamedTuple):
         """Bytes of one key and its value, with scales where they have their own."""
         if not isinstance(form, AttentionCall):
             return 4 * self.head_dim
-        return _row_bytes(form.k, form.k_scale) + _row_bytes(form.v, form.v_scale)
+        return _row_bytes(form.k, form.k_scale, form.k_shift) + _row_bytes(form.v, form.v_scale, form.v_shift)
 
     def _moved_bytes(self, form: Any) -> int:
         """Bytes that a run reads and writes for one key and its value."""
@@ -183,10 +183,11 @@ class Case(NamedTuple):
         return self._key_bytes(form) + written_and_read
 
 
-def _row_bytes(x: Tensor, scale: Tensor | None) -> int:
+def _row_bytes(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> int:
     """Bytes of a row of K or V."""
     own = x.shape[3] * x.element_size()
-    return own if scale is None or scale.stride(2) == 0 else own + scale[0, 0, 0].numel() * scale.element_size()
+    scales = [y for y in (scale, shift) if y is not None and y.stride(2) != 0]
+    return own + sum(y[0, 0, 0].numel() * y.element_size() for y in scales)
 
 
 class DecodedFirst(AttentionCall):
@@ -268,6 +269,10 @@ def _quantised(case: Case, call: AttentionCall) -> Implementations:
         for per in ("token", "head"):
             form = partial(quantised, dtype=dtype, per=per)
             found[f"{our_name(form(call))}+{short} per {per}"] = Implementation(ours, form)
+    for groups in (1, 2, 4):
+        size = call.head_dim // groups
+        form = partial(integers, groups=groups, groups_v=groups, dtype=torch.float16)
+        found[f"{our_name(form(call))}+int4 groups of {size}"] = Implementation(ours, form)
     return found
 
 

@@ -107,8 +107,10 @@ class Arrangement:
         unpacked = tuple(node for x in (k, v) if x.packed is not None for node in x.packed.steps)
         dtype = self._dtype(k.dtype, v.dtype)
         self._check_pools(k, v, dtype)
+        k_scaling, v_scaling = (None if x.packed is None else x.packed.scaling for x in (k, v))
         self.storage = Storage(
-            dtype, table, k.counts_back, k_scales, v_scales, k_turn, v_turn, unpacked, self._words(k, v)
+            *(dtype, table, k.counts_back, k_scales, v_scales, k_turn, v_turn, unpacked, self._words(k, v)),
+            *(k_scaling, v_scaling),
         )
         self.reads = list(self._reads())
 
@@ -154,9 +156,10 @@ class Arrangement:
         placed = self._choose(choices, target)
         if x.ids is not None and _copies(placed):
             raise Refused(f"the pool {placed.node.name} would be copied")
-        rows = target[:3] if x.packed is None else (*target[:3], x.packed.blocks)
-        scales = None if x.scales is None else [self._scale(scale, rows) for scale in x.scales]
-        return placed, scales
+        scales = x.scales or ()
+        rows = [target[:3]] * len(scales) if x.packed is None else [(*target[:3], own) for own in x.packed.blocks]
+        placed_scales = [self._scale(*pair) for pair in zip(scales, rows, strict=True)]
+        return placed, None if x.scales is None else placed_scales
 
     def _scale(self, choices: list[Operand], target: Dims) -> Operand:
         """A scale that broadcasts to ``target``: the rows of K or V, of norms their blocks too."""

@@ -1,11 +1,13 @@
 """What the channels of a row are made of, whatever the rows: functions of a byte of codes, and sums of such.
 
-A row of codes is head_dim // 2 bytes b and num_blocks norms d. Each channel that is unpacked of it is, in turn,
+A row of codes is head_dim // 2 bytes b and some norms d. Each channel that is unpacked of it is, in turn,
 
     Bytes     a function of one byte, known for all 256 of them: b & 15, table[b >> 4]
     Mixture   a sum over i and j of  weights[i, j] * (1, d_0, d_1, ..)[i] * (1, level_0, level_1, ..)[j]
 
-where level_j is what TBQ4 reads nibble j as, STEP * LEVELS[nibble]: of byte j // 2 the low one for an even j.
+where level_j is what nibble j is read as: of byte j // 2 the low one for an even j. Of TBQ4 that is
+STEP * LEVELS[nibble], and d is a norm per block. Of integers it is the nibble, and d is of groups: scales, zero points,
+and their products.
 """
 
 from __future__ import annotations
@@ -37,8 +39,31 @@ class Bytes(NamedTuple):
     table: Tensor
 
 
+class NotIntegers(Refused):
+    """Codes stand for values that are not evenly spaced."""
+
+
+class Basis(NamedTuple):
+    """What channels are sums of.
+
+    Args:
+        head_dim: channels of a vector, so levels.
+        num_norms: that one tensor of a row may have.
+        integers: whether levels are the integers 0 to 15; then there are two tensors of norms, and their products.
+    """
+
+    head_dim: int
+    num_norms: int
+    integers: bool = False
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Of the weights of a channel."""
+        return 1 + self.num_norms * (3 if self.integers else 1), 1 + self.head_dim
+
+
 class Mixture(NamedTuple):
-    """Channels that are sums of norms times levels, ``[*features, 1 + num_blocks, 1 + head_dim]``, float64."""
+    """Channels that are sums of norms times levels, ``[*features, *basis.size]``, float64."""
 
     weights: Tensor
 
@@ -72,41 +97,48 @@ def looked_up(table: Tensor, x: Bytes) -> Bytes:
     return Bytes(place, table[index].movedim(x.place.dim(), -1))
 
 
-def mixture_of(x: Channels | Tensor, num_blocks: int, head_dim: int) -> Mixture:
+def mixture_of(x: Channels | Tensor, basis: Basis) -> Mixture:
     """Anything as a mixture: constants, and nibbles that are looked up in the levels times a factor."""
     if isinstance(x, Mixture):
         return x
     if isinstance(x, Tensor):
-        weights = torch.zeros(*x.shape, 1 + num_blocks, 1 + head_dim, dtype=torch.float64)
+        weights = torch.zeros(*x.shape, *basis.size, dtype=torch.float64)
         weights[..., 0, 0] = x.double()
         return Mixture(weights)
     place, table = x.place.flatten(), x.table.reshape(-1, 256).double()
-    weights = torch.zeros(len(place), 1 + num_blocks, 1 + head_dim, dtype=torch.float64)
-    nibble, factor = _nibbles(place, table)
+    weights = torch.zeros(len(place), *basis.size, dtype=torch.float64)
+    nibble, values = _nibbles(place, table)
+    added, factor = _of_integers(values) if basis.integers else (0.0, _of_levels(values))
     weights[torch.arange(len(place)), 0, 1 + nibble] = factor
-    return Mixture(weights.reshape(*x.place.shape, 1 + num_blocks, 1 + head_dim))
+    weights[:, 0, 0] = added
+    return Mixture(weights.reshape(*x.place.shape, *basis.size))
 
 
 def _nibbles(place: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Of functions of a byte ``[channels, 256]``: which nibble each reads, and the factor on its level."""
+    """Of functions of a byte ``[channels, 256]``: which nibble each reads, and its 16 values."""
     by_nibble = table.reshape(-1, 16, 16)
     is_low = (by_nibble == by_nibble[:, :1]).all(-1).all(-1)
     is_high = (by_nibble == by_nibble[:, :, :1]).all(-1).all(-1)
     if not (is_low ^ is_high).all():
         raise Refused("a channel is no function of one of the two nibbles of a byte")
-    values = by_nibble[:, 0].where(is_low[:, None], by_nibble[:, :, 0])
+    return 2 * place + is_high, by_nibble[:, 0].where(is_low[:, None], by_nibble[:, :, 0])
+
+
+def _of_levels(values: Tensor) -> Tensor:
+    """The factor on the levels of TBQ4 that values ``[channels, 16]`` are."""
     factor = values[:, -1] / _LEVELS[-1]
     if ((values - factor[:, None] * _LEVELS).abs() > EXACT * values[:, -1:].abs()).any():
-        raise Refused(_said(values[0]))
-    return 2 * place + is_high, factor
+        raise Refused("codes stand for other values than the levels of TBQ4 times one factor")
+    return factor
 
 
-def _said(values: Tensor) -> str:
-    """What is wrong with 16 values."""
-    steps = values.diff()
-    if torch.allclose(steps, steps[:1], rtol=1e-5, atol=0.0):
-        return f"codes stand for evenly spaced values from {values[0]:.4g}: integers with a zero point, not TBQ4"
-    return "codes stand for other values than the levels of TBQ4 times one factor"
+def _of_integers(values: Tensor) -> tuple[Tensor, Tensor]:
+    """What is added, and the step, of evenly spaced values ``[channels, 16]``."""
+    first, step = values[:, 0], (values[:, -1] - values[:, 0]) / 15
+    even = first[:, None] + step[:, None] * torch.arange(16)
+    if ((values - even).abs() > EXACT * values.abs().amax(dim=1, keepdim=True)).any() or (step == 0).any():
+        raise NotIntegers("codes stand for values that are not evenly spaced")
+    return first, step
 
 
 def added(a: Mixture, b: Mixture, sign: int) -> Mixture:
@@ -115,7 +147,7 @@ def added(a: Mixture, b: Mixture, sign: int) -> Mixture:
     return Mixture(a.weights + sign * b.weights)
 
 
-def multiplied(a: Mixture, b: Mixture) -> Mixture:
+def multiplied(a: Mixture, b: Mixture, basis: Basis) -> Mixture:
     """Their product; one of both has no levels, and one no norms."""
     a, b = _aligned(a, b)
     factor, other = (a, b) if not a.weights[..., 1:].any() else (b, a)
@@ -124,9 +156,27 @@ def multiplied(a: Mixture, b: Mixture) -> Mixture:
     plain, norms = factor.weights[..., :1, :1], factor.weights[..., 1:, :1]
     if not norms.any():
         return Mixture(plain * other.weights)
+    product = plain * other.weights
+    product[..., 1:, :] += norms * other.weights[..., :1, :]
     if other.weights[..., 1:, :].any():
+        product[..., 1 + 2 * basis.num_norms :, 0] += _of_two_tensors(norms[..., 0], other.weights[..., 1:, :], basis)
+    return Mixture(product)
+
+
+def _of_two_tensors(norms: Tensor, others: Tensor, basis: Basis) -> Tensor:
+    """Products of scales and zero points of the same group, by group."""
+    n = basis.num_norms
+    if not basis.integers or others[..., 1:].any() or norms[..., 2 * n :].any() or others[..., 2 * n :, :].any():
         raise Refused("norms are multiplied with each other")
-    return Mixture(torch.cat((plain * other.weights[..., :1, :], norms * other.weights[..., :1, :]), dim=-2))
+    a, b = norms[..., : 2 * n].unflatten(-1, (2, n)), others[..., : 2 * n, 0].unflatten(-1, (2, n))
+    if (a * b).any() or _crosses(a[..., 0, :], b[..., 1, :]) or _crosses(a[..., 1, :], b[..., 0, :]):
+        raise Refused("scales are multiplied with each other, or with zero points of another group")
+    return a[..., 0, :] * b[..., 1, :] + a[..., 1, :] * b[..., 0, :]
+
+
+def _crosses(a: Tensor, b: Tensor) -> bool:
+    """Whether anything is multiplied with another group's."""
+    return bool((a[..., :, None] * b[..., None, :] * (1 - torch.eye(a.shape[-1], dtype=a.dtype))).any())
 
 
 def turned(x: Mixture, matrix: Tensor) -> Mixture:

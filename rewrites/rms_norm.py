@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from attnpatch.fusing import Fusing
-from attnpatch.graph import CASTS, arg, is_plain, is_product, is_scalar, normal_dim, op, shape, value
+from attnpatch.graph import CASTS, arg, is_plain, is_product, is_scalar, normal_dim, only_user, op, shape, value
 
 
 class Norm(NamedTuple):
@@ -40,12 +40,12 @@ def fuse_norms(graph: Graph) -> int:
 
 def _put(fusing: Fusing, norm: Norm) -> bool:
     args = (norm.x, list(shape(norm.x)[-1:]), norm.weight, norm.eps)
-    return fusing.put(F.rms_norm, args, norm.output, norm.between)
+    return fusing.put(F.rms_norm, args, (norm.output,), norm.between)
 
 
 def _norm(rsqrt: Node) -> Norm | None:
     """The norm whose inverse root this is."""
-    found, scaled = _mean_square(rsqrt), _only_user(rsqrt)
+    found, scaled = _mean_square(rsqrt), only_user(rsqrt)
     if found is None or not is_product(scaled):
         return None
     wide, eps, *before = found
@@ -53,7 +53,7 @@ def _norm(rsqrt: Node) -> Norm | None:
     if set(scaled.args) not in ({wide, rsqrt}, {x, rsqrt}):
         return None
     casts = _cast(scaled)
-    normed, weighted = casts[-1], _only_user(casts[-1])
+    normed, weighted = casts[-1], only_user(casts[-1])
     if not is_product(weighted):
         return None
     weight = weighted.args[1] if weighted.args[0] is normed else weighted.args[0]
@@ -101,12 +101,8 @@ def _source(wide: Node) -> Node:
 def _cast(node: Node) -> list[Node]:
     """``node``, and casts of it one behind the other that each alone read the one before."""
     found = [node]
-    while op(user := _only_user(found[-1])) in CASTS and value(user).is_floating_point():
+    while op(user := only_user(found[-1])) in CASTS and value(user).is_floating_point():
         if arg(user, 0, "input") is not found[-1]:  # type_as reads its dtype
             break
         found.append(user)
     return found
-
-
-def _only_user(node: Node) -> Any:
-    return next(iter(node.users)) if len(node.users) == 1 else None

@@ -40,7 +40,7 @@ def fuse_rotary(graph: Graph) -> int:
 
 def _put(fusing: Fusing, turn: Turn) -> bool:
     args = (turn.x, turn.cos, turn.sin)
-    return fusing.put(torch.ops.attnpatch.rotary.default, args, turn.output, turn.between)
+    return fusing.put(torch.ops.attnpatch.rotary.default, args, (turn.output,), turn.between)
 
 
 def _turn(output: Node) -> Turn | None:

@@ -37,9 +37,10 @@ class Stored(NamedTuple):
         ids: which pages or tokens of the pool are the keys, or None.
         picked: the axis of the pool that the ids number.
         counts_back: whether a negative id counts from its end.
-        scales: what the codes are multiplied by, or None when there are none to multiply. Of TBQ4 codes, the norms.
+        scales: what the codes are multiplied by, or None when there are none to multiply. Of codes of 4 bits, the
+            norms, or scales and zero points or shifts.
         dtype: of the product of codes and scales.
-        packed: of TBQ4 codes, how they are unpacked.
+        packed: of codes of 4 bits, how they are unpacked.
         shifted: whether K is this plus a vector that is the same for all keys, which softmax forgets.
         kept: why it is not known to be packed although it is made of nibbles, a sentence.
     """
@@ -123,16 +124,16 @@ class Unwrapper:
         return None
 
     def _unpacked(self, stored: Stored, feature: tuple[str, ...]) -> Stored | None:
-        """The TBQ4 codes that K or V is unpacked of."""
+        """The codes of 4 bits that K or V is unpacked of."""
         if stored.scales is not None or not is_tensor(stored.source.node):
             return None
         feature = self.axes.resolve((feature,))[0]
         packed = read_packed(self._resolved(stored.source), feature, self.axes, self.reading, self._constants)
         if packed is None:
             return None
-        choices, norms = self._peel(packed.codes), self._peel(packed.norms)
+        choices, norms = self._peel(packed.codes), tuple(self._peel(x) for x in packed.norms)
         dtype = stored.dtype or value(stored.source.node).dtype
-        return stored._replace(choices=choices, scales=(norms,), dtype=dtype, packed=packed)
+        return stored._replace(choices=choices, scales=norms, dtype=dtype, packed=packed)
 
     def _peel(self, x: Operand) -> list[Operand]:
         return peel(x, self.axes, self.reading, self.shared) if is_tensor(x.node) else [x]

@@ -9,6 +9,7 @@ channels, which may be viewed, cut, stacked, looked up, added, and multiplied wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from attnpatch.axes import Axes, Dims
 from attnpatch.errors import Refused
 from attnpatch.graph import arg, is_one, is_tensor, memory, op, place, shape, value
 from attnpatch.rewrites.channels import (
+    Basis,
     Bytes,
     Channels,
     Mixture,
@@ -44,11 +46,11 @@ _EXPANDS = ("expand", "expand_as", "broadcast_to")
 
 
 class Leaf(NamedTuple):
-    """Codes or norms.
+    """Codes or norms, or scales or zero points.
 
     Args:
         node: the tensor.
-        rows: what its leading dimensions are; one more is bytes or blocks, which norms of one block may lack.
+        rows: what its leading dimensions are; one more is bytes, or blocks or groups, which norms of one may lack.
     """
 
     node: Node
@@ -62,20 +64,18 @@ class Unpacking:
         axes: of the attention.
         reading: when K and V are read, and what is written.
         constants: of the graph.
-        num_blocks: norms of a vector.
-        head_dim: channels of a vector.
+        basis: what the channels are to be made of.
 
     Attributes:
         codes: the bytes, once they are found.
-        norms: likewise.
+        norms: likewise, one tensor; of integers, two at most.
         steps: the nodes that were read.
     """
 
-    def __init__(self, axes: Axes, reading: Reading, constants: Constants, num_blocks: int, head_dim: int) -> None:
-        self.axes, self.reading, self.constants = axes, reading, constants
-        self.sizes = num_blocks, head_dim
+    def __init__(self, axes: Axes, reading: Reading, constants: Constants, basis: Basis) -> None:
+        self.axes, self.reading, self.constants, self.basis = axes, reading, constants, basis
         self.codes: Leaf | None = None
-        self.norms: Leaf | None = None
+        self.norms: tuple[Leaf, ...] = ()
         self.steps: dict[Node, tuple[Dims, Channels]] = {}
 
     def read(self, node: Node, rows: Dims) -> Channels:
@@ -114,17 +114,30 @@ class Unpacking:
 
     def _leaf(self, node: Node, rows: Dims, is_norms: bool) -> Channels | None:
         """A tensor that is codes or norms, by its dtype and width; None when it is neither."""
-        num_blocks, head_dim = self.sizes
+        head_dim, num_norms, integers = self.basis
         own = tuple(shape(node)[len(rows) :])
         if value(node).dtype == PACKED and own == (head_dim // 2,):
             self.codes = _only("codes", self.codes, Leaf(node, rows))
             return Bytes(torch.arange(head_dim // 2), torch.arange(256, dtype=torch.uint8).expand(head_dim // 2, 256))
-        if is_norms and value(node).dtype == torch.float16 and own in ((num_blocks,), () if num_blocks == 1 else None):
-            self.norms = _only("norms", self.norms, Leaf(node, rows))
-            weights = torch.zeros(num_blocks, 1 + num_blocks, 1 + head_dim, dtype=torch.float64)
-            weights[:, 1:, 0] = torch.eye(num_blocks)
-            return Mixture(weights.reshape(*own, 1 + num_blocks, 1 + head_dim))
-        return None
+        if not is_norms or not _are_numbers(own):
+            return None
+        if integers:
+            count = math.prod(own)
+            fits = 0 < count <= num_norms and head_dim % count == 0 and count == max((1, *own))
+            return self._norms(node, rows, own) if fits and value(node).dtype in _FLOATS else None
+        fits = own in ((num_norms,), () if num_norms == 1 else None)
+        return self._norms(node, rows, own) if fits and value(node).dtype == torch.float16 else None
+
+    def _norms(self, node: Node, rows: Dims, own: tuple[int, ...]) -> Mixture:
+        leaf, most = Leaf(node, rows), 2 if self.basis.integers else 1
+        if leaf not in self.norms:
+            if len(self.norms) == most:
+                raise Refused(f"norms are read from {', '.join(x.node.name for x in self.norms)} and {node.name}")
+            self.norms = (*self.norms, leaf)
+        first, count = 1 + self.basis.num_norms * self.norms.index(leaf), math.prod(own)
+        weights = torch.zeros(count, *self.basis.size, dtype=torch.float64)
+        weights[:, first : first + count, 0] = torch.eye(count)
+        return Mixture(weights.reshape(*own, *self.basis.size))
 
     # Steps
 
@@ -151,7 +164,7 @@ class Unpacking:
         raise self._refused(node, rows)
 
     def _refused(self, node: Node, rows: Dims) -> Refused:
-        num_blocks, head_dim = self.sizes
+        head_dim, num_norms, integers = self.basis
         if op(node) == "index_copy":
             return Refused(f"new rows are put in as they are ({place(node)})")
         dtype, width = str(value(node).dtype).removeprefix("torch."), said(shape(node)[len(rows) :])
@@ -159,8 +172,10 @@ class Unpacking:
             return Refused(f"{node.name} has {width} bytes for a vector of {head_dim} channels, not {head_dim // 2}")
         if is_unpacked(node) or not value(node).is_floating_point():
             return Refused(f"{op(node) or node.name} at {place(node)} is no step of unpacking")
+        if integers:
+            return Refused(f"{node.name} in {dtype} has {width} numbers a row, which are no scales of groups")
         if dtype == "float16":
-            return Refused(f"{node.name} has {width} norms for a vector of {head_dim} channels, not {num_blocks}")
+            return Refused(f"{node.name} has {width} norms for a vector of {head_dim} channels, not {num_norms}")
         return Refused(f"{node.name} in {dtype} is no constant, and norms are float16")
 
     def _cast(self, node: Node, rows: Dims) -> Channels:
@@ -178,7 +193,7 @@ class Unpacking:
         packed = [x for x in both if isinstance(x, Bytes)]
         if packed and not any(isinstance(x, Mixture) for x in both) and _is_of_one_byte(packed):
             return self._of_bytes(node, rows, packed[0], given)
-        mixtures = [mixture_of(_tensor(x), *self.sizes) for x in both]
+        mixtures = [mixture_of(_tensor(x), self.basis) for x in both]
         return self._mixed(node, rows, mixtures)
 
     def _of_bytes(self, node: Node, rows: Dims, first: Bytes, given: dict[Node, Any]) -> Bytes:
@@ -196,9 +211,9 @@ class Unpacking:
         if name == "neg":
             return Mixture(-x[0].weights)
         if name == "mul":
-            return multiplied(x[0], x[1])
+            return multiplied(x[0], x[1], self.basis)
         if name == "div" and not node.kwargs and not x[1].weights[..., 1:].any() and not x[1].weights[..., 1:, :].any():
-            return multiplied(x[0], Mixture(_inverse(x[1].weights)))
+            return multiplied(x[0], Mixture(_inverse(x[1].weights)), self.basis)
         raise self._refused(node, rows)
 
     def _operand(self, x: Node, node: Node, rows: Dims) -> Channels | Tensor:
@@ -222,7 +237,7 @@ class Unpacking:
         x, matrix = right_matrix(node, self.constants)
         if len(shape(x)) - len(rows) < 1:
             raise self._refused(node, rows)
-        return turned(mixture_of(self.read(x, rows), *self.sizes), matrix)
+        return turned(mixture_of(self.read(x, rows), self.basis), matrix)
 
     def _lookup(self, node: Node, rows: Dims, table: Node, dim: int, ids: Node) -> Channels:
         entries = self.constants.value(table)
@@ -303,7 +318,7 @@ class Unpacking:
             raise self._refused(node, rows)
         parts = [self.read(x, rows) for x in inputs]
         if not all(isinstance(x, Bytes) for x in parts):
-            parts = [mixture_of(x, *self.sizes) for x in parts]
+            parts = [mixture_of(x, self.basis) for x in parts]
         given, first = dict[Node, Tensor](), 0
         for x, part in zip(inputs, parts, strict=True):
             own = first + numbers(part)
@@ -323,7 +338,7 @@ class Unpacking:
 
     def check_writes(self) -> None:
         """Refuse what was written into on the way from codes to values."""
-        leaves = {memory(leaf.node) for leaf in (self.codes, self.norms) if leaf is not None}
+        leaves = {memory(leaf.node) for leaf in (self.codes, *self.norms) if leaf is not None}
         for node in self.steps:
             writer = self.reading.writes.between(node, node, self.reading.anchor)
             if memory(node) not in leaves and writer is not None:

@@ -141,7 +141,7 @@ def modules(monkeypatch):
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     found = types.SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    for module in (found.measure, found.bandwidth, found.writes, found.masks):
+    for module in (found.measure, found.bandwidth, found.writes, found.linears, found.masks):
         monkeypatch.setattr(module, "Captured", Captured)
         monkeypatch.setattr(module, "interleave", _interleave)
     monkeypatch.setattr(found.peers, "WORKSPACE_BYTES", 1)
@@ -276,6 +276,22 @@ def test_writes_are_the_same(modules, monkeypatch, name):
     monkeypatch.setattr(modules.writes, "ours", lambda x: x.k_cache.zero_())
     with pytest.raises(AssertionError):
         list(modules.writes.measure_write(name, 1))
+
+
+def test_linear_layers_are_the_same(modules, monkeypatch):
+    monkeypatch.setattr(modules.linears, "PAST_L2", 1)
+    monkeypatch.setitem(modules.linears.CASES, "tiny", (32, 8, 48))
+    rows = list(modules.linears.measure_linears("tiny", 1))
+    assert [row["impl"] for row in rows] == ["attnpatch.linear"] * 2 + ["torch"] * 2
+    assert rows[0]["tbps"] == 2 * (2 * 32 + 32 * (2 * 32 + 2 * 8 + 3 * 48)) / 1e9
+    assert all(0 < row["rel_err"] < 0.02 for row in rows)
+
+    def ones(x, weights, *_, activation=None, **__):
+        return [torch.ones_like(x)] * (1 if activation else len(weights))
+
+    monkeypatch.setattr(modules.linears, "linear", ones)
+    with pytest.raises(AssertionError):
+        list(modules.linears.measure_linears("tiny", 1))
 
 
 def test_a_read_is_a_sum_of_everything(modules, monkeypatch):

@@ -1,7 +1,7 @@
 """Random attention calls for kernel tests and benchmarks, with outputs and cache tails poisoned.
 
-``random_call`` draws a plain one; ``quantised``, ``codes``, ``packed`` and ``paged`` store one as caches and servers
-do.
+``random_call`` draws a plain one; ``quantised``, ``codes``, ``integers``, ``packed`` and ``paged`` store one as caches
+and servers do.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnpatch import attention_call
-from attnpatch.attention_call import PACKED, AttentionCall
+from attnpatch.attention_call import SCALES, AttentionCall
 from attnpatch.dispatch import FP8
 from attnpatch.kernels.dense import sequence
 from attnpatch.kernels.reference import attention_fp8_reference, attention_lse_reference, hidden_keys
 from attnpatch.masking import without_repeats
 from attnpatch.tbq4 import encode
+from attnpatch.tbq4.codec import pack
 from attnpatch.testing.tolerance import assert_same_function
 
-KEYS = ("k", "v", "k_scale", "v_scale")
+KEYS = ("k", "v", *SCALES)
 
 
 def random_call(
@@ -120,6 +121,33 @@ def _codes(x: Tensor) -> tuple[Tensor, Tensor]:
     return encoded, norms.transpose(2, 3).contiguous().transpose(2, 3)
 
 
+def integers(
+    call: AttentionCall, groups: int | None = 1, groups_v: int | None = 1, dtype: torch.dtype = torch.float32
+) -> AttentionCall:
+    """``call`` with K and V in integers of 4 bits; poison stays poison: scale and shift of a group that holds NaN.
+
+    Args:
+        call: any dense call.
+        groups: of K's channels, each with a scale and a shift in every row; None leaves K as it is.
+        groups_v: likewise of V.
+        dtype: of scales and shifts.
+    """
+    fields: dict[str, Tensor] = {}
+    for name, x, count in (("k", call.k, groups), ("v", call.v, groups_v)):
+        if count is not None:
+            fields |= zip((name, f"{name}_scale", f"{name}_shift"), _integers(x, count, dtype), strict=True)
+    return call._replace(**fields)  # type: ignore[arg-type]
+
+
+def _integers(x: Tensor, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Integers of ``x``, scales and shifts."""
+    wide = x.float().unflatten(3, (groups, -1))
+    shift = wide.amin(dim=-1).to(dtype)
+    scale = ((wide.amax(dim=-1) - shift) / 15).to(dtype)
+    y = ((wide - shift[..., None]) / scale.masked_fill(scale == 0, 1.0)[..., None]).round().clamp(0, 15)
+    return pack(y.nan_to_num(15.0).flatten(3).to(torch.uint8)), scale, shift
+
+
 def packed(calls: Sequence[AttentionCall], spare: int = 0) -> AttentionCall:
     """Calls of batch 1 as one call of packed sequences.
 
@@ -183,8 +211,7 @@ def paged(call: AttentionCall, page_size: int, spare: int = 3, seed: int = 0) ->
     def pool(x: Tensor | None) -> Any:
         return None if x is None else _pool(x.unflatten(2, (num_blocks, page_size)).transpose(1, 2), pages, live, total)
 
-    k, v, k_scale, v_scale = (pool(x) for x in (call.k, call.v, call.k_scale, call.v_scale))
-    return call._replace(k=k, v=v, k_scale=k_scale, v_scale=v_scale, block_table=table)
+    return call._replace(**{name: pool(getattr(call, name)) for name in KEYS}, block_table=table)
 
 
 def _pool(blocks: Tensor, pages: Tensor, live: Tensor, total: int) -> Tensor:
@@ -279,5 +306,5 @@ def _check_lse(call: AttentionCall, lse64: Tensor, visible_rows: Tensor, origina
     assert call.lse is not None
     assert torch.equal(call.lse == -torch.inf, ~visible_rows)
     lse, original = (x.masked_fill(~visible_rows, 0.0) for x in (call.lse, original))
-    dtype = call.q.dtype if call.k.dtype == PACKED else torch.float32
+    dtype = call.q.dtype if call.tbq4[0] else torch.float32
     assert_same_function(lse, original, lse64.masked_fill(~visible_rows, 0.0), dtype=dtype)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attnpatch.attention_call import AttentionCall
+from attnpatch.attention_call import SCALES, AttentionCall
 from attnpatch.kernels.dense import Index, sequence
 from attnpatch.kernels.reference import attention_lse_reference, attention_reference
 from attnpatch.testing.tolerance import assert_same_function
@@ -41,8 +41,7 @@ def _part(call: AttentionCall, h: slice, rows: slice) -> AttentionCall:
         sinks=None if call.sinks is None else call.sinks[h],
         alibi_slopes=None if call.alibi_slopes is None else call.alibi_slopes[..., h],
         lse=None if call.lse is None else call.lse[:, h, rows],
-        k_scale=None if call.k_scale is None else call.k_scale[:, h_kv],
-        v_scale=None if call.v_scale is None else call.v_scale[:, h_kv],
+        **{name: x[:, h_kv] for name in SCALES if (x := getattr(call, name)) is not None},
     )
 
 

@@ -24,6 +24,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from attnpatch.kernels.common.driver import Loaded, driver_launch
+from attnpatch.kernels.common.support import capability
 from attnpatch.kernels.common.tensor_map import Tiled
 
 Described = Callable[[Tensor], Any]
@@ -141,3 +142,13 @@ def _is_known(functions: list[Any]) -> bool:
     """Whether the driver can be asked to launch what Triton has."""
     compiled = _VERSION in KNOWN and all(isinstance(function, JITFunction) for function in functions)
     return compiled and sys.platform == "linux" and driver.active.get_current_target().backend == "cuda"
+
+
+def overlapping(overlapped: bool) -> dict[str, Any]:
+    """Arguments of a kernel that starts up while the one before it still runs."""
+    return {"PDL": overlapped, **({"launch_pdl": True} if overlapped else {})}
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether there is programmatic dependent launch: a kernel starts up while the one before it still runs."""
+    return device.type == "cuda" and capability(device) >= (9, 0)

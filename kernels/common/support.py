@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from attnpatch.attention_call import AttentionCall
+from attnpatch.attention_call import AttentionCall, width_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
@@ -89,6 +89,18 @@ def strides(x: Tensor | None) -> tuple[int, ...] | None:
 def padded_width(head_dim: int) -> int:
     """Width of a tile that holds ``head_dim``: a power of two, at least what ``tl.dot`` takes."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+SMALLEST_TILE = 64
+"""Channels of the narrowest tile of integers of 4 bits: its planes are a quarter as wide."""
+
+
+def width_of_groups(x: Tensor, shift: Tensor | None) -> int:
+    """Channels of the tiles of K or V: a tile per group of integers of 4 bits, and one of all else."""
+    if shift is None:
+        return padded_width(width_of(x))
+    groups = shift.shape[3]
+    return padded_width(groups * max(SMALLEST_TILE, padded_width(width_of(x) // groups)))
 
 
 def planned(make: Callable[..., Plan], call: tuple[Any, ...], *options: Any) -> Plan:

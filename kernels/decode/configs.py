@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnpatch.attention_call import PACKED, AttentionCall
-from attnpatch.kernels.common.support import padded_width
+from attnpatch.attention_call import AttentionCall
+from attnpatch.kernels.common.support import padded_width, width_of_groups
 from attnpatch.kernels.decode.codes import BYTES
+from attnpatch.kernels.decode.integers import INTEGER_WORDS, INTEGERS
 from attnpatch.kernels.decode.unpack import forms_of, unpacks_alike
 
 MAX_SPLITS = 264
@@ -118,6 +119,16 @@ CONFIGS = {
         128: DecodeConfig(16, 64, 2, 3, 4),
         256: DecodeConfig(16, 32, 2, 3, 4),
     },
+    "4 bit": {
+        64: DecodeConfig(16, 64, 1, 3, 8),
+        128: DecodeConfig(16, 32, 1, 3, 8),
+        256: DecodeConfig(16, 16, 1, 3, 8),
+    },
+    "4 bit, 64 rows": {
+        64: DecodeConfig(64, 64, 4, 2, 2),
+        128: DecodeConfig(64, 64, 4, 2, 2),
+        256: DecodeConfig(64, 32, 8, 2, 1),
+    },
     "codes, 4 rows": {
         64: DecodeConfig(4, 64, 1, 3, 16, 128),
         128: DecodeConfig(4, 64, 1, 3, 12, 168),
@@ -177,17 +188,22 @@ def choose_config(call: AttentionCall, alignment: int = 16) -> DecodeConfig:
     """Tile shapes for ``call``, from its dtypes, widest head dim and rows; ``alignment`` as in ``form_of``."""
     if call.q.device.type == "cpu":
         return INTERPRETED
-    width = max(64, padded_width(max(call.head_dim, call.head_dim_v)))
-    kind = _codes_kind(call, alignment) if PACKED in (call.k.dtype, call.v.dtype) else _kind(call)
+    width = max(64, width_of_groups(call.k, call.k_shift), width_of_groups(call.v, call.v_shift))
+    kind = _codes_kind(call, alignment) if any(call.tbq4) else _kind(call, alignment)
     if kind in ("64 rows", "64 rows, packed", "128 rows") and shared_memory(call.q.device) < MANY_ROWS_BYTES:
         return CONFIGS["64 rows"][width]._replace(num_stages=2)
     return CONFIGS[kind][width]
 
 
-def _kind(call: AttentionCall) -> str:
+def _kind(call: AttentionCall, alignment: int) -> str:
+    forms = forms_of(call, alignment, 16)
+    if any(form.unpack == INTEGERS.value for form in forms):
+        return "codes in bytes"
     if call.q.dtype == torch.float32:
         return "float32"
     rows = call.q.shape[2] * call.group_size
+    if any(form.unpack in INTEGER_WORDS.values() for form in forms):
+        return "4 bit, 64 rows" if call.cu_seqlens_q is not None or rows > 16 else "4 bit"
     if call.cu_seqlens_q is not None:
         return "64 rows, packed"  # of a sequence, nobody here knows how many
     if rows > 16:
@@ -213,7 +229,7 @@ def _codes_kind(call: AttentionCall, alignment: int) -> str:
     many = call.cu_seqlens_q is not None or rows > 16
     if many and unpacks_alike(call):
         return "codes, 64 rows"
-    if many or rows > 8 or call.k.dtype != PACKED:
+    if many or rows > 8 or not call.tbq4[0]:
         return "codes, 16 rows"
     if rows > 4:
         return "codes, 8 rows"
@@ -237,7 +253,7 @@ def choose_plan(call: AttentionCall, config: DecodeConfig, num_splits: int = 0) 
 
 def _merges(call: AttentionCall, num_splits: int) -> bool:
     """Whether there is a merge, which also rotates back what came of V in codes."""
-    return num_splits > 1 or call.batch_invariant or PACKED in (call.k.dtype, call.v.dtype)
+    return num_splits > 1 or call.batch_invariant or any(call.tbq4)
 
 
 def _lengths_differ(call: AttentionCall) -> bool:

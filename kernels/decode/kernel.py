@@ -17,11 +17,9 @@ Lengths are read on the device: a static cache is read only up to its valid leng
 the length grows. A split with no key writes m = -inf and l = 0, and its output is not read.
 
 Keys may lie in pages (a row of ``block_table`` per sequence), packed (``cu_seqlens_k``), and in 8 bits with a scale per
-row: scales multiply scores and probabilities, never the elements of K and V. Of TBQ4 codes (codes.py) K meets a q that
-_rotate_kernel has rotated (queries.py), and what comes of V is rotated back by the merge.
-
-K and V are loaded as tiles: one, or one per block of codes, each with its norm. A tile unpacks into planes (unpack.py),
-every second or fourth channel of it, and each plane has its part of q or its accumulator.
+row, or in 4 with a shift, too (integers.py): scales multiply scores and probabilities, never K and V. Of TBQ4 codes
+(codes.py) K meets a q that _rotate_kernel has rotated (queries.py); the merge rotates back. A tile, one per block or
+group, unpacks into planes (unpack.py), every second or fourth channel; each has its part of q or its accumulator.
 
 Letters: b sequence, h query head, i query, r row of a tile, n key, d head dim.
 """
@@ -46,6 +44,7 @@ from attnpatch.kernels.common.primitives import (
 )
 from attnpatch.kernels.decode.codes import BYTES, INT8_WORDS, STEP, positive, scaled
 from attnpatch.kernels.decode.int8 import accumulate_int8, bytes_of_weights, keys_for_products
+from attnpatch.kernels.decode.integers import load_shifts, nothing_added, sums_of_groups
 from attnpatch.kernels.decode.merge import statistics
 from attnpatch.kernels.decode.places import (
     in_stretch,
@@ -54,27 +53,12 @@ from attnpatch.kernels.decode.places import (
     load_norms,
     load_scales,
     row_pointers,
+    row_stretches,
     sequence_of,
 )
 from attnpatch.kernels.decode.plan import plan_of_program, share_of
-from attnpatch.kernels.decode.queries import (
-    factors_of_rotated,
-    load_queries,
-    scores,
-)
-from attnpatch.kernels.decode.unpack import planes
-
-
-@triton.jit
-def _row_stretches(position, num_keys, window_left, window_right):
-    """Keys [start, stop) that the band leaves to queries at ``position``."""
-    start = position * 0
-    stop = position * 0 + num_keys
-    if window_left is not None:
-        start = tl.maximum(position - window_left, start)
-    if window_right is not None:
-        stop = tl.maximum(tl.minimum(position + window_right + 1, stop), 0)
-    return start, stop
+from attnpatch.kernels.decode.queries import factors_of_rotated, load_queries, scores
+from attnpatch.kernels.decode.unpack import planes, pointer_of
 
 
 @triton.jit(
@@ -89,6 +73,8 @@ def _split_kernel(
     v,  # the same with HEAD_DIM_V
     k_scale,  # fp32, k's shape without HEAD_DIM, or None
     v_scale,  # likewise
+    k_shift,  # of integers of 4 bits, k_scale's shape, or None
+    v_shift,  # likewise
     block_table,  # int [batch, num_blocks], or None
     cu_seqlens_q,  # int32 [batch + 1], contiguous, or None
     cu_seqlens_k,  # likewise
@@ -110,6 +96,8 @@ def _split_kernel(
     v_strides,
     k_scale_strides,
     v_scale_strides,
+    k_shift_strides,
+    v_shift_strides,
     table_strides,
     mask_strides,
     padding_strides,
@@ -180,10 +168,7 @@ def _split_kernel(
     WHOLE_TILES: tl.constexpr = WHOLE_NORMS and NO_ODD_START and K_UNPACK != BYTES and V_UNPACK != BYTES
     BANDED: tl.constexpr = not ONE_QUERY and (window_left is not None or window_right is not None)
     MAY_MASK: tl.constexpr = SCATTERED or BANDED or WHOLE_TILES
-    if K_UNPACK is not None and K_UNPACK != BYTES:
-        k = k.to(tl.pointer_type(tl.int16), bitcast=True)
-    if V_UNPACK is not None and V_UNPACK != BYTES:
-        v = v.to(tl.pointer_type(tl.int16), bitcast=True)
+    k, v = pointer_of(k, K_UNPACK), pointer_of(v, V_UNPACK)
 
     if PDL and not K_CODES:
         gdc_wait()  # for whatever ran before; _rotate_kernel has done so
@@ -206,7 +191,7 @@ def _split_kernel(
     heads = h_kv * GROUP_SIZE + real_rows % GROUP_SIZE
 
     plain, elementwise = 0, HAS_TILE_TERMS
-    start, stop = _row_stretches(offset if ONE_QUERY else queries + offset, num_keys, window_left, window_right)
+    start, stop = row_stretches(offset if ONE_QUERY else queries + offset, num_keys, window_left, window_right)
     if key_bounds is not None:
         first_key_of_row, stop_of_row, plains = load_bounds(key_bounds, bounds_strides, b, heads, queries)
         start, stop = tl.maximum(start, first_key_of_row), tl.minimum(stop, stop_of_row)
@@ -241,6 +226,8 @@ def _split_kernel(
         q, q_strides, rotated, *(b_q, heads, first_query + queries, rows, num_rows, exists),
         *(K_UNPACK, K_STEPS, K_TILES, HEAD_DIM, DTYPE, BLOCK_K),
     )  # fmt: skip
+    if k_shift is not None:
+        q_sums = sums_of_groups(q_planes, K_TILES)
     if K_CODES:
         factors = tl.load(factors_of_rotated(rotated, num_rows, HEAD_DIM, DTYPE) + rows)
         if not K_MIXED:
@@ -253,6 +240,8 @@ def _split_kernel(
     acc = ()  # of every plane of V
     for _ in tl.static_range(V_TILES * V_STEPS):
         acc = acc + (tl.zeros([BLOCK_M, BLOCK_V], tl.float32),)
+    if v_shift is not None:
+        added = nothing_added(BLOCK_M, V_TILES)
     for run in tl.static_range(2):
         if (MAY_MASK, MAY_NOT_MASK)[run]:
             end = None if WHOLE_TILES and run == 1 else stops[run]  # None: no tile reaches past it
@@ -285,6 +274,12 @@ def _split_kernel(
                             base, k_scale_strides, pages, *(b_k, h_kv, first_key, keys), end, WHOLE_TILES, PAGE_SIZE
                         )
                         part *= norms[None, :]
+                    if k_shift is not None:
+                        shifts = load_shifts(
+                            k_shift, k_shift_strides, side, norms, pages, *(b_k, h_kv, first_key, keys), end,
+                            *(WHOLE_TILES, PAGE_SIZE),
+                        )  # fmt: skip
+                        part += q_sums[side][:, None] * shifts[None, :]
                     s = part if side == 0 else s + part
                 for side in tl.static_range(V_TILES):
                     v_tile = load_keys(
@@ -317,7 +312,7 @@ def _split_kernel(
                 seen = inside
                 if run == 0 and SCATTERED:  # an unwritten slot may hold NaN, and 0 * NaN is NaN
                     seen = tl.max(s, axis=0) != float("-inf")
-                weights, rescale, sums = (), alpha, ()
+                weights, rescale, sums, more = (), alpha, (), ()
                 for side in tl.static_range(V_TILES):
                     weight = p
                     if V_SCALES:
@@ -328,6 +323,13 @@ def _split_kernel(
                         if run == 0 and (SCATTERED or WHOLE_TILES):
                             norms = tl.where(seen, norms, 0.0)  # as the load's mask it would wait for a product
                         weight = p * norms[None, :]
+                    if v_shift is not None:
+                        shifts = load_shifts(
+                            v_shift, v_shift_strides, side, norms, pages, *(b_k, h_kv, first_key, keys), end,
+                            *(WHOLE_TILES, PAGE_SIZE),
+                        )  # fmt: skip
+                        shifts = tl.where(seen, shifts, 0.0)
+                        more = more + (added[side] * alpha + tl.sum(p * shifts[None, :], axis=1),)
                     weights = weights + (weight,)
                 if WEIGHTS_16:
                     largest = unit * alpha
@@ -360,6 +362,8 @@ def _split_kernel(
                             part = accumulate(part, rescale, weight, v_planes[j], PRECISION)
                         sums = sums + (part,)
                 acc = sums
+                if v_shift is not None:
+                    added = more
                 if block_table is not None:  # ids come a tile early: a tile's loads then wait for no other load
                     keys += BLOCK_N
                     pages = key_pages(block_table, table_strides, b, keys, keys < stops[run], num_pages, PAGE_SIZE)
@@ -378,14 +382,17 @@ def _split_kernel(
             result *= head_scale
         if WEIGHTS_16:
             result *= unit[:, None]
+        if v_shift is not None:
+            result += added[plane // V_STEPS][:, None]
         if V_CODES and not V_MIXED:
             result *= STEP
         if sinks is not None:
             result *= alpha[:, None]
-        columns = tl.arange(0, BLOCK_V) * V_STEPS + plane % V_STEPS + plane // V_STEPS * (BLOCK_V * V_STEPS)
+        columns = tl.arange(0, BLOCK_V) * V_STEPS + plane % V_STEPS + plane // V_STEPS * (WIDTH_V * V_STEPS)
         pointers = row_pointers(o_split, o_strides, b_q, heads, first_query + queries, columns)
+        in_tile = columns < (plane // V_STEPS + 1) * (HEAD_DIM_V // V_TILES)
         result = normalised(result, l_i).to(o.dtype.element_ty)
-        tl.store(pointers, result, mask=wanted[:, None] & (columns < HEAD_DIM_V)[None, :])
+        tl.store(pointers, result, mask=wanted[:, None] & in_tile[None, :])
     if MERGES:
         m, l = statistics(o, num_splits, o_stride_split, HEAD_DIM_V)
         rows += split.to(tl.int64) * (o_stride_split // HEAD_DIM_V)

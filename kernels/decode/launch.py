@@ -8,10 +8,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from attnpatch.attention_call import PACKED, AttentionCall
-from attnpatch.kernels.common.launcher import Launch
+from attnpatch.attention_call import AttentionCall, is_tbq4
+from attnpatch.kernels.common.launcher import Launch, overlapping, overlaps
 from attnpatch.kernels.common.support import (
-    capability,
     offset_stride,
     padded_width,
     per_head_strides,
@@ -30,11 +29,14 @@ from attnpatch.kernels.decode.configs import (
 from attnpatch.kernels.decode.kernel import _split_kernel
 from attnpatch.kernels.decode.merge import _merge_kernel
 from attnpatch.kernels.decode.queries import _rotate_kernel
-from attnpatch.kernels.decode.unpack import Form, forms_of, has_whole_norms, is_per_head, unpacks_alike
+from attnpatch.kernels.decode.unpack import MIN_COLUMNS, Form, forms_of, has_whole_norms, is_per_head, unpacks_alike
 from attnpatch.tbq4 import blocks_of
 
 _TERMS = ("cu_seqlens_q", "cu_seqlens_k", "sinks", "q_offset", "lse")
-_INPUTS = ("q", "k", "v", "k_scale", "v_scale", "block_table", "attn_mask", "key_padding", "key_bounds", "alibi_slopes")
+_INPUTS = (
+    *("q", "k", "v", "k_scale", "v_scale", "k_shift", "v_shift", "block_table"),
+    *("attn_mask", "key_padding", "key_bounds", "alibi_slopes"),
+)
 """Fields of the call that the split kernel takes; those in _TERMS go to the merge, too."""
 
 
@@ -97,7 +99,7 @@ def _launches(
     merge = _merge(call, plan, rows, shared) if plan.merges else None
     launch = _split(call, config, plan, precision, forms, merge, shared)
     scratch = [plan.num_splits * rows * (call.head_dim_v + 2)] if plan.merges else []
-    if call.k.dtype == PACKED:
+    if call.tbq4[0]:
         launch = _rotate(call, forms[0], rows, shared["PDL"], launch)
         scratch.insert(0, rows * (call.head_dim * (2 if call.q.dtype == torch.float32 else 1) // 2 + 1))
     return Launches(launch, output, tuple(scratch))
@@ -118,11 +120,11 @@ def _shared(call: AttentionCall, config: DecodeConfig, plan: Plan) -> dict[str, 
         "most_share": plan.most_share,
         "GROUP_SIZE": call.group_size,
         "HEAD_DIM_V": call.head_dim_v,
-        "V_BLOCKS": _blocks(call.v, call.head_dim_v),
+        "V_BLOCKS": _blocks(call.v, call.v_shift, call.head_dim_v),
         "BLOCK_B": plan.block_b,
         "BLOCK_M": config.BLOCK_M,
         "BLOCK_N": config.BLOCK_N,
-        **_overlapping(plan.merges and _overlaps(call.q.device)),
+        **overlapping(plan.merges and overlaps(call.q.device)),
     }
 
 
@@ -136,7 +138,7 @@ def _split(
     shared: dict[str, Any],
 ) -> Launch:
     k, v = forms
-    rotated = ("rotated",) if call.k.dtype == PACKED else ()
+    rotated = ("rotated",) if call.tbq4[0] else ()
     takes = (*_INPUTS, *_TERMS)
     paged = call.block_table is not None
     absent: dict[str, Any] = {"q" if rotated else "rotated": None}
@@ -160,6 +162,8 @@ def _split(
         v_strides=v.strides,
         k_scale_strides=strides(call.k_scale),
         v_scale_strides=strides(call.v_scale),
+        k_shift_strides=strides(call.k_shift),
+        v_shift_strides=strides(call.v_shift),
         table_strides=strides(call.block_table),
         mask_strides=strides(call.attn_mask),
         padding_strides=strides(call.key_padding),
@@ -181,7 +185,7 @@ def _split(
         V_TILES=v.tiles,
         K_ALIGNED=k.aligned,
         V_ALIGNED=v.aligned,
-        K_BLOCKS=_blocks(call.k, call.head_dim),
+        K_BLOCKS=_blocks(call.k, call.k_shift, call.head_dim),
         K_SCALE_PER_HEAD=is_per_head(call.k_scale, paged),
         V_SCALE_PER_HEAD=is_per_head(call.v_scale, paged),
         WHOLE_NORMS=has_whole_norms(call),
@@ -197,7 +201,7 @@ def _split(
     )
 
 
-def _rotate(call: AttentionCall, form: Form, rows: int, overlaps: bool, then: Launch) -> Launch:
+def _rotate(call: AttentionCall, form: Form, rows: int, overlapped: bool, then: Launch) -> Launch:
     return Launch(
         _rotate_kernel,
         rows,
@@ -210,23 +214,23 @@ def _rotate(call: AttentionCall, form: Form, rows: int, overlaps: bool, then: La
         num_heads=call.num_heads,
         num_rows=rows,
         HEAD_DIM=call.head_dim,
-        BLOCKS=_blocks(call.k, call.head_dim),
+        BLOCKS=_blocks(call.k, call.k_shift, call.head_dim),
         UNPACK=form.unpack,
         DTYPE=_DTYPES[call.q.dtype],
-        **_overlapping(overlaps),
+        **overlapping(overlapped),
         BLOCK_D=padded_width(call.head_dim),
         num_warps=1,
     )
 
 
 def _block_width(head_dim: int, form: Form) -> int:
-    """Channels of a tile whose planes products take: they are at least 16 wide."""
-    return max(padded_width(head_dim), 16 * form.step * form.tiles)
+    """Channels of all tiles, whose planes are as wide as products take them."""
+    return form.tiles * max(padded_width(head_dim // form.tiles), MIN_COLUMNS * form.step)
 
 
-def _blocks(x: Tensor, head_dim: int) -> tuple[int, ...] | None:
-    """Blocks of a row of K or V in codes; None of one that is not."""
-    return blocks_of(head_dim) if x.dtype == PACKED else None
+def _blocks(x: Tensor, shift: Tensor | None, head_dim: int) -> tuple[int, ...] | None:
+    """Blocks of a row of K or V in TBQ4 codes; None of one that is not."""
+    return blocks_of(head_dim) if is_tbq4(x, shift) else None
 
 
 def _merge(call: AttentionCall, plan: Plan, rows: int, shared: dict[str, Any]) -> Launch:
@@ -235,7 +239,7 @@ def _merge(call: AttentionCall, plan: Plan, rows: int, shared: dict[str, Any]) -
         rows,
         call,
         _TERMS,
-        (*((None,) if call.k.dtype == PACKED else ()), "partial", "o"),
+        (*((None,) if call.tbq4[0] else ()), "partial", "o"),
         sinks_strides=per_head_strides(call.sinks),
         o_strides=_output_strides(call),
         num_heads=call.num_heads,
@@ -249,13 +253,3 @@ def _merge(call: AttentionCall, plan: Plan, rows: int, shared: dict[str, Any]) -
 def _output_strides(call: AttentionCall) -> tuple[int, ...]:
     heads, rows, width = call.num_heads, call.q.shape[2], call.head_dim_v
     return (rows * heads * width, width, heads * width, 1)
-
-
-def _overlapping(overlaps: bool) -> dict[str, Any]:
-    """Arguments of a kernel that starts up while the one before it still runs."""
-    return {"PDL": overlaps, **({"launch_pdl": True} if overlaps else {})}
-
-
-def _overlaps(device: torch.device) -> bool:
-    """Whether there is programmatic dependent launch: a kernel starts up while the one before it still runs."""
-    return device.type == "cuda" and capability(device) >= (9, 0)

@@ -18,6 +18,18 @@ def sequence_of(cu_seqlens, b, seqlen):
 
 
 @triton.jit
+def row_stretches(position, num_keys, window_left, window_right):
+    """Keys [start, stop) that the band leaves to queries at ``position``."""
+    start = position * 0
+    stop = position * 0 + num_keys
+    if window_left is not None:
+        start = tl.maximum(position - window_left, start)
+    if window_right is not None:
+        stop = tl.maximum(tl.minimum(position + window_right + 1, stop), 0)
+    return start, stop
+
+
+@triton.jit
 def row_pointers(base, strides, b, heads, rows, cols):
     """Pointers ``[rows, cols]`` of rows that each have a head of their own; int64 before the multiplies."""
     row = base + b.to(tl.int64) * strides[0] + heads.to(tl.int64) * strides[1] + rows.to(tl.int64) * strides[2]

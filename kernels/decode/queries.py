@@ -102,8 +102,9 @@ def load_queries(
     PLANES: tl.constexpr = STEPS // JOINED
     for plane in tl.static_range(TILES * PLANES):
         dims = channels(tl.arange(0, BLOCK_K * JOINED), plane % PLANES, STEPS, JOINED, UNPACK)
-        dims += plane // PLANES * (BLOCK_K * STEPS)
-        in_width = exists[:, None] & (dims < HEAD_DIM)[None, :]
+        dims += plane // PLANES * (HEAD_DIM // TILES)
+        in_tile = dims < (plane // PLANES + 1) * (HEAD_DIM // TILES)
+        in_width = exists[:, None] & in_tile[None, :]
         if rotated is None:
             pointers = row_pointers(q, q_strides, b, heads, queries, dims)
         else:

@@ -19,9 +19,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnpatch.attention_call import PACKED, AttentionCall, width_of
+from attnpatch.attention_call import PACKED, SCALES, AttentionCall, width_of
 from attnpatch.kernels.common.support import padded_width
 from attnpatch.kernels.decode.codes import BYTES, INT8_ROWS, INT8_WORDS, WORDS, levels_of_bytes, levels_of_words
+from attnpatch.kernels.decode.integers import (
+    IN_BFLOAT16,
+    IN_FLOAT16,
+    INTEGER_WORDS,
+    INTEGERS,
+    codes_of_bytes,
+    codes_of_words,
+)
 
 _FLOAT = """{{
 .reg .b32 t, u, c, z;
@@ -83,15 +91,19 @@ UNPACKING = {
 }
 """PTX that turns two words ($2) into both numbers' low elements ($0) and high elements ($1), by dtypes."""
 
-MIN_WIDTH = 32
-"""Half of it is the narrowest product of 16 bit floats."""
+MIN_COLUMNS = 16
+"""The narrowest product of 16 bit floats."""
+
+MIN_WIDTH = 2 * MIN_COLUMNS
+"""Of the two planes of a tile of 8 bits."""
 
 
 class Form(NamedTuple):
     """How K or V is loaded and what its tiles are made of.
 
     Args:
-        unpack: what :func:`planes` makes of a loaded tile: None, PTX of UNPACKING, or a name of codes.py.
+        unpack: what :func:`planes` makes of a loaded tile: None, PTX of UNPACKING or INTEGER_WORDS, or a name of
+            codes.py or integers.py.
         strides: in the elements that are loaded.
         step: channels per loaded element, so tiles of a step-th of the width each.
         tiles: loaded tiles side by side, of which each has a scale of its own.
@@ -107,13 +119,14 @@ class Form(NamedTuple):
 
 def forms_of(call: AttentionCall, alignment: int, block_m: int) -> list[Form]:
     """The forms of K and V; arguments as of :func:`form_of`. Codes are in words on both sides or on none."""
-    forms = [form_of(x, call.q.dtype, alignment, block_m) for x in (call.k, call.v)]
+    sides = (call.k, call.k_shift), (call.v, call.v_shift)
+    forms = [form_of(x, call.q.dtype, alignment, block_m, shift) for x, shift in sides]
     if any(form.unpack == BYTES.value for form in forms):
-        forms = [form_of(x, call.q.dtype, 1, block_m) for x in (call.k, call.v)]
+        forms = [form_of(x, call.q.dtype, 1, block_m, shift) for x, shift in sides]
     return forms
 
 
-def form_of(x: Tensor, dtype: torch.dtype, alignment: int, block_m: int) -> Form:
+def form_of(x: Tensor, dtype: torch.dtype, alignment: int, block_m: int, shift: Tensor | None = None) -> Form:
     """The form of K or V.
 
     Args:
@@ -121,9 +134,12 @@ def form_of(x: Tensor, dtype: torch.dtype, alignment: int, block_m: int) -> Form
         dtype: q's.
         alignment: of its address, in bytes: 16, 2 or 1.
         block_m: rows of a tile of q.
+        shift: of integers of 4 bits.
     """
     whole = x.is_cuda and x.stride(3) == 1 and all(n % 2 == 0 for n in (alignment, x.shape[3], *x.stride()[:3]))
     words = (*(stride // 2 for stride in x.stride()[:2]), tl.constexpr(x.stride(2) // 2), 1)
+    if shift is not None:
+        return _integers(x, dtype, words if whole else None, alignment, shift.shape[3])
     if x.dtype == PACKED:
         return _codes(x, dtype, words if whole else None, alignment, block_m)
     ptx = UNPACKING.get((x.dtype, dtype))
@@ -139,6 +155,14 @@ def _codes(x: Tensor, dtype: torch.dtype, words: tuple[int, ...] | None, alignme
     return Form((INT8_WORDS if block_m <= INT8_ROWS else WORDS).value, words, 4, max(1, width // 128), aligned)
 
 
+def _integers(x: Tensor, dtype: torch.dtype, words: tuple[int, ...] | None, alignment: int, groups: int) -> Form:
+    """Integers of 4 bits, a tile per group, of which columns are idle where it is narrower than products."""
+    if words is None or dtype not in INTEGER_WORDS or width_of(x) // groups % 4:
+        return Form(INTEGERS.value, x.stride(), 2, groups)
+    aligned = all(n % 16 == 0 for n in (alignment, *x.stride()[:3], x.shape[3] // groups))
+    return Form(INTEGER_WORDS[dtype], words, 4, groups, aligned)
+
+
 def unpacks_alike(call: AttentionCall) -> bool:
     """Whether K and V are as wide, and the planes that both unpack into: products of 64 rows are right then.
 
@@ -146,8 +170,9 @@ def unpacks_alike(call: AttentionCall) -> bool:
     of V's first plane: even columns came out wrong (K of 128, V of 64 channels in int8), or an address was out of
     bounds (K in int8, V in codes; H200, 2026-11-30).
     """
-    packed = {x.dtype == PACKED for x in (call.k, call.v) if x.dtype.itemsize == 1}
-    return len(packed) < 2 and padded_width(call.head_dim) == padded_width(call.head_dim_v)
+    sides = (call.k, call.k_shift), (call.v, call.v_shift)
+    kinds = {(x.dtype == PACKED, shift is not None and shift.shape[3]) for x, shift in sides if x.dtype.itemsize == 1}
+    return len(kinds) < 2 and padded_width(call.head_dim) == padded_width(call.head_dim_v)
 
 
 def is_per_head(scale: Tensor | None, paged: bool) -> bool:
@@ -161,9 +186,19 @@ def has_whole_norms(call: AttentionCall) -> bool:
     Loads of 4 bytes and more are asynchronous; to know that a tile of norms consists of them, the compiler must know
     that their mask changes at such multiples only.
     """
-    sides = [x for x in (call.k_scale, call.v_scale) if x is not None and x.dim() == 4]
+    sides = [x for name in SCALES if (x := getattr(call, name)) is not None and x.dim() == 4]
     whole = all(x.stride(2) == 1 and all(n % 16 == 0 for n in (*x.stride()[:2], x.shape[2])) for x in sides)
     return bool(sides) and whole and call.block_table is None and call.cu_seqlens_k is None
+
+
+@triton.jit
+def pointer_of(x, UNPACK: tl.constexpr):
+    """To what K or V is loaded as: words of 16 bits, or its elements."""
+    if UNPACK is None or UNPACK == BYTES or UNPACK == INTEGERS:
+        pointer = x
+    else:
+        pointer = x.to(tl.pointer_type(tl.int16), bitcast=True)
+    return pointer
 
 
 @triton.jit
@@ -176,6 +211,10 @@ def planes(tile, UNPACK: tl.constexpr, IS_KEY: tl.constexpr, dtype: tl.constexpr
         out = (tile.to(dtype),)
     elif UNPACK == BYTES:
         out = levels_of_bytes(tile, dtype)
+    elif UNPACK == INTEGERS:
+        out = codes_of_bytes(tile, dtype)
+    elif UNPACK == IN_BFLOAT16 or UNPACK == IN_FLOAT16:
+        out = codes_of_words(tile, UNPACK, dtype)
     elif UNPACK == WORDS or UNPACK == INT8_WORDS:
         out = levels_of_words(tile, UNPACK == INT8_WORDS, IS_KEY)
     else:

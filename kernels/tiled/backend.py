@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnpatch.attention_call import AttentionCall
+from attnpatch.attention_call import SCALES, AttentionCall
 from attnpatch.dispatch import Backend
 from attnpatch.kernels.bands import key_range, without_idle_terms
 from attnpatch.kernels.dense import dense, sequence
@@ -121,9 +121,8 @@ def _keys_and_values(call: AttentionCall, low: int, high: int) -> tuple[Tensor, 
         part = dense(call._replace(block_table=call.block_table[:, pages]), _wide(call))
         own = slice(low % call.page_size, low % call.page_size + high - low)
         return part.k[:, :, own], part.v[:, :, own]
-    k_scale, v_scale = (None if x is None else x[:, :, low:high] for x in (call.k_scale, call.v_scale))
-    k, v = call.k[:, :, low:high], call.v[:, :, low:high]
-    part = dense(call._replace(k=k, v=v, k_scale=k_scale, v_scale=v_scale), _wide(call))
+    stored = {name: x[:, :, low:high] for name in ("k", "v", *SCALES) if (x := getattr(call, name)) is not None}
+    part = dense(call._replace(**stored), _wide(call))
     return part.k, part.v
 
 

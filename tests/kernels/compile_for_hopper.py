@@ -21,6 +21,7 @@ from attnpatch.attention_call import AttentionCall
 from attnpatch.kernels.common import support
 from attnpatch.kernels.decode import configs as decode_configs
 from attnpatch.kernels.decode import launch as decode_launch
+from attnpatch.kernels.linear import launch as linear_launch
 from attnpatch.kernels.prefill import configs as prefill_configs
 from attnpatch.kernels.prefill import launch as prefill_launch
 from attnpatch.kernels.prefill_hopper import fp8
@@ -76,6 +77,8 @@ def facts(compiled, runs):
         "int8 mma": r"\bIMMA\b",
         "tma loads": r"\bUTMALDG\b",
         "async loads": r"\bLDGSTS\b",
+        "wide loads": r"\bLDG\.E\S*\.128\b",
+        "waits for the kernel before": r"\bACQBULK\b",
         "spills": SPILLS,
     }
     found = {name: len(re.findall(p, sass)) for name, p in count.items()}
@@ -193,6 +196,7 @@ ROWS = {
     "64 rows": 16,
     "64 rows, packed": 16,
     "128 rows": 60,
+    "4 bit, 64 rows": 16,
     "codes, 8 rows": 2,
     "codes, 16 rows": 4,
     "codes, 64 rows": 16,
@@ -207,6 +211,8 @@ def decode_call(kind, width, dtype=torch.float8_e4m3fn, scales="token"):
     call = call._replace(q_offset=torch.tensor(5))
     if kind == "8 bit":
         return in_8_bits(call, dtype, scales)
+    if kind.startswith("4 bit"):
+        return in_integers(call, width // (64 if scales == "token" else scales))
     if kind.startswith("codes"):
         return in_codes(call, odd=kind.endswith("bytes"))
     if kind.endswith("packed"):
@@ -225,6 +231,13 @@ def in_codes(call, odd=False):
     x = torch.zeros(1, 2, 256, width // 2 + odd, dtype=torch.uint8)[..., : width // 2]
     norms = torch.ones(1, 2, max(1, width // 128), 256, dtype=torch.float16).transpose(2, 3)
     return call._replace(k=x, v=x, k_scale=norms, v_scale=norms)
+
+
+def in_integers(call, groups):
+    """``call`` on integers of 4 bits and planes of scales and shifts."""
+    x = torch.zeros(1, 2, 256, call.head_dim // 2, dtype=torch.uint8)
+    scale = torch.ones(1, 2, groups, 256, dtype=torch.float16).transpose(2, 3)
+    return call._replace(k=x, v=x, k_scale=scale, v_scale=scale, k_shift=scale, v_shift=scale)
 
 
 def in_pages(call):
@@ -249,7 +262,7 @@ def compile_decode(call, config, num_splits=2):
         mock.patch.object(decode_launch, "_rotate_kernel", rotate),
         mock.patch.object(decode_launch, "_split_kernel", split),
         mock.patch.object(decode_launch, "_merge_kernel", merge),
-        mock.patch.object(decode_launch, "_overlaps", return_value=True),
+        mock.patch.object(decode_launch, "overlaps", return_value=True),
         mock.patch.object(torch.Tensor, "is_cuda", True),
         mock.patch.object(support, "_plans", {}),  # entries may be alike, and a plan keeps its kernels
     ):
@@ -278,6 +291,11 @@ def decode_rows():
         "64 rows, packed 128 in pages": packed(in_pages(rows_64))._replace(cu_seqlens_k=None),
         "64 rows 128 8 bit, padding": in_8_bits(rows_64)._replace(key_padding=torch.ones(1, 256, dtype=torch.bool)),
     }
+    for width, size in ((64, 32), (128, 32), (128, 128), (256, 256)):
+        config = decode_configs.CONFIGS["4 bit"][min(256, max(64, size) * (width // size))]
+        rows[f"decode 4 bit, groups of {size} {width}"], _ = compile_decode(
+            decode_call("4 bit", width, scales=size), config
+        )
     for name, call in calls.items():
         kind = name[: name.index(" 128")]
         rows[f"decode {name}"], _ = compile_decode(call, configs[kind][128], 1 if "terms" in name else 2)
@@ -288,6 +306,22 @@ def first_row(terms):
     """Terms of the first query alone."""
     by_row = {"key_bounds", "attn_mask", "lse"}
     return {name: x[:, :, :1].contiguous() if name in by_row else x for name, x in terms.items()}
+
+
+def compile_linear(rows, **options):
+    """Facts of the linear kernel as an 8B Llama calls it, as on a GPU of 9.0."""
+    kernel = CompileOnly(linear_launch._linear_kernel)
+    x = torch.empty(1, 1, 4096, dtype=torch.bfloat16)
+    weights = [x.new_empty(n, 4096) for n in rows]
+    given = {"norm": None, "eps": 1e-5, "residual": None, "activation": None, **options}
+    with (
+        mock.patch.object(linear_launch, "_linear_kernel", kernel),
+        mock.patch.object(linear_launch, "overlaps", return_value=True),
+        mock.patch.object(torch.Tensor, "is_cuda", True),
+        mock.patch.object(support, "_plans", {}),
+    ):
+        linear_launch.linear(x, weights, [None] * len(rows), **given)
+    return facts(kernel.compiled, 1)
 
 
 def main():
@@ -307,6 +341,10 @@ def main():
         rows[f"hopper descriptor {name}"], rest = compile_prefill_hopper(int(name.split()[0]), terms)
         if rest:
             rows[f"hopper descriptor {name}, rest"] = rest
+    norm, residual = torch.empty(4096, dtype=torch.bfloat16), torch.empty(1, 1, 4096, dtype=torch.bfloat16)
+    rows["linear qkv"] = compile_linear([4096, 1024, 1024], norm=norm)
+    rows["linear gated"] = compile_linear([14336, 14336], norm=norm, activation="silu")
+    rows["linear residual"] = compile_linear([4096], residual=residual)
     rows["hopper descriptor 192 by 128 causal"], _ = compile_prefill_hopper(192, CAUSAL, 128)
     for width in (64, 128, 256):
         for terms in ("full", "causal"):

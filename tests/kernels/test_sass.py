@@ -22,6 +22,9 @@ PARKED = {
     "decode 64 rows 128 8 bit, padding": 49,
     "decode 128 rows 256": 93,
     "decode small 64 rows 256": 76,
+    "decode 4 bit 256": 2,
+    "decode 4 bit, groups of 32 128": 2,
+    "decode 4 bit, 64 rows 256": 28,
     "decode codes, 4 rows, long 128": 6,
     "decode codes, 8 rows 64": 4,
     "decode codes, 8 rows 128": 6,
@@ -167,6 +170,14 @@ def test_codes_and_norms_load_asynchronously(rows):
     for name, row in named(rows, "codes,").items():
         assert row["async loads"] > 0, name
         assert max(row["narrow loads by run"]) <= NARROW_LOADS.get(name, 0), name
+
+
+def test_linear_layers_read_ahead(rows):
+    """In words of 16 bytes, and once more before the wait for the kernel before; each weight has a loop of its own."""
+    weights = {"linear qkv": 3, "linear gated": 1, "linear residual": 1}
+    for name, row in named(rows, "linear").items():
+        assert row["wide loads"] > 0, name
+        assert row["waits for the kernel before"] == weights[name], name
 
 
 def test_float32_never_does(rows):

@@ -690,10 +690,6 @@ def resurrection():
     return torch.tensor([*(-x for x in reversed(RESURRECTION)), *RESURRECTION])
 
 
-def zero_point(c, norms):
-    return (nibbles(c).float() - 7.5) * norms[..., :1].float()
-
-
 def by_groups(c, norms):
     """A norm for every 8 channels."""
     return own((levels()[nibbles(c).long()].unflatten(-1, (-1, 8)) * norms[..., None].float()).flatten(-2))
@@ -709,7 +705,6 @@ NOT_TBQ4 = {
     "resurrection": (lambda c, n: unpack(c, n, table=resurrection), "other values than the levels of TBQ4"),
     "a level off": (lambda c, n: unpack(c, n, table=lambda: levels() + torch.tensor([0.0] * 15 + [1e-5])), "other"),
     "levels reversed in part": (lambda c, n: unpack(c, n, lambda c: nibbles(c) ^ 1), "other values than the levels"),
-    "affine": (zero_point, "evenly spaced values from -7.5: integers with a zero point"),
     "offset": (lambda c, n: unpack(c, n) + 0.5, "something is added to the levels"),
     "offset times norm": (lambda c, n: with_norms(levels()[nibbles(c).long()] + 0.01, n), "other values"),
     "no norms": (lambda c, n: unpack(c, n, scaled=lambda y, n: y), "no norms are read"),

@@ -1,0 +1,139 @@
+"""Linear layers of one row in one launch with their norm, activation and residual, on a GPU.
+
+    W_i norm(x)    for all that read one x        a(W_0 x) * (W_1 x)        residual + W x
+
+A decode step multiplies each weight with one row: it takes as long as the weights take to read, if they are asked for
+without a pause. cuBLAS reads the small ones at half of that speed, and each kernel between two products is a pause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from attnpatch.fusing import Fusing
+from attnpatch.graph import arg, is_plain, is_product, only_user, op, root, shape, value
+from attnpatch.linear import MOST
+
+
+class Fused(NamedTuple):
+    """What becomes one call: layers, and what they end in if that is not their own outputs, how and what between."""
+
+    layers: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    between: tuple[Node, ...] = ()
+    residual: Node | None = None
+    activation: str | None = None
+
+
+def fuse_linears(graph: Graph) -> int:
+    """Compute linear layers of one row by ``attnpatch::linear``; how many calls of it there are.
+
+    It computes in float32 and rounds once, at the end, where models round after each operator. Layers of more rows,
+    in float32, or whose weights are computed in the graph or wrap other tensors stay as they are.
+    """
+    fusing, by_input = Fusing(graph), dict[Node, list[Node]]()
+    for layer in filter(_is_of_one_row, graph.nodes):
+        by_input.setdefault(_tensors(layer)[0], []).append(layer)
+    return sum(_put(fusing, fused) for layers in by_input.values() for fused in _calls(layers))
+
+
+def _tensors(layer: Node) -> tuple[Node, Node, Node | None]:
+    """x, weight and bias."""
+    return arg(layer, 0, "input"), arg(layer, 1, "weight"), arg(layer, 2, "bias")
+
+
+def _is_of_one_row(node: Node) -> bool:
+    """Whether the operator takes this linear layer."""
+    if op(node) != "linear" or not is_plain(node) or value(node).dtype not in (torch.float16, torch.bfloat16):
+        return False
+    x, *given = (t for t in _tensors(node) if t is not None)
+    if not all(map(is_plain, (x, *given))) or not _are_alike(node, x, *given):
+        return False
+    return _is_row(x) and value(given[0]).dim() == 2 and all(_is_given(t) and value(t).is_contiguous() for t in given)
+
+
+def _is_row(x: Node) -> bool:
+    """Of a known width, and computed in the graph, so that no kernel that wrote a weight ran right before."""
+    sizes = shape(x)
+    known = all(isinstance(size, int) for size in sizes)
+    return known and all(size == 1 for size in sizes[:-1]) and sizes[-1] > 0 and not _is_given(root(x))
+
+
+def _is_given(node: Node) -> bool:
+    return node.op in ("placeholder", "get_attr")
+
+
+def _are_alike(*nodes: Node) -> bool:
+    return len({(value(x).dtype, value(x).device) for x in nodes}) == 1
+
+
+def _calls(layers: list[Node]) -> Iterable[Fused]:
+    """How layers of one input become calls."""
+    gated = [unit for layer in layers if (unit := _gated(layer, layers))]
+    rest = [layer for layer in layers if not any(layer in unit.layers for unit in gated)]
+    side_by_side = [tuple(rest[first : first + MOST]) for first in range(0, len(rest), MOST)]
+    for fused in (*gated, *(Fused(some, some) for some in side_by_side)):
+        yield _with_residual(fused)
+
+
+def _gated(gate: Node, layers: list[Node]) -> Fused | None:
+    """The unit whose gate this is: ``a(gate) * up``."""
+    activated = only_user(gate)
+    name = _activation(activated)
+    product: Any = only_user(activated) if name else None
+    if not is_product(product):
+        return None
+    up = product.args[1] if product.args[0] is activated else product.args[0]
+    if up not in layers or only_user(up) is not product or shape(up) != shape(gate):
+        return None
+    return Fused((gate, up), (product,), (gate, activated, up), activation=name)
+
+
+def _activation(node: Any) -> str | None:
+    if op(node) == "silu" and not arg(node, 1, "inplace", False):
+        return "silu"
+    if op(node) == "gelu":
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(arg(node, 1, "approximate", "none"))
+    return None
+
+
+def _with_residual(fused: Fused) -> Fused:
+    """With what is added to its only output, if that is of one kind with it."""
+    output = fused.outputs[0]
+    total: Any = only_user(output) if len(fused.outputs) == 1 else None
+    if op(total) != "add" or len(total.args) != 2 or total.kwargs:
+        return fused
+    residual = total.args[1] if total.args[0] is output else total.args[0]
+    if residual is output or not is_plain(residual) or not _are_alike(residual, output, total):
+        return fused
+    if not shape(residual) == shape(output) == shape(total) or not value(residual).is_contiguous():
+        return fused
+    return fused._replace(outputs=(total,), between=(*fused.between, output), residual=residual)
+
+
+def _put(fusing: Fusing, fused: Fused) -> bool:
+    x, norm, eps, normed = _input(fused)
+    _, weights, biases = zip(*map(_tensors, fused.layers), strict=True)
+    args = (x, list(weights), list(biases), norm, eps, fused.residual, fused.activation)
+    return fusing.put(torch.ops.attnpatch.linear.default, args, fused.outputs, (*fused.between, *normed))
+
+
+def _input(fused: Fused) -> tuple[Node, Node | None, float, tuple[Node, ...]]:
+    """What the layers read: x; or if that is a norm that nobody else reads, what it reads, its weight, eps, and it."""
+    x, _, _ = _tensors(fused.layers[0])
+    if op(x) != "rms_norm" or set(x.users) != set(fused.layers):
+        return x, None, 0.0, ()
+    source, weight, eps = _node(x, 0, "input"), _node(x, 2, "weight"), arg(x, 3, "eps")
+    if not isinstance(eps, float) or not all(map(is_plain, (source, weight))) or not _are_alike(x, source, weight):
+        return x, None, 0.0, ()
+    takes = _is_row(source) and shape(weight) == shape(source)[-1:] and value(weight).is_contiguous()
+    return (source, weight, eps, (x,)) if takes else (x, None, 0.0, ())
+
+
+def _node(node: Node, position: int, name: str) -> Node:
+    found: Any = arg(node, position, name)
+    return found
