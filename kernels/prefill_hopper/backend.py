@@ -91,20 +91,13 @@ def _fp8_refuses(call: AttentionCall) -> str | None:
 def _fp8_terms(call: AttentionCall) -> str | None:
     if not call.asks_for_fp8:
         return "it rounds to 8 bit floats, and runs only prefills of which prefill_dtype='fp8' allows that"
-    if call.q.dtype == torch.float32:
-        return "float32 is multiplied exactly by triton.prefill alone"
-    for name in ("attn_mask", "key_padding", "key_bounds"):
-        if getattr(call, name) is not None:
-            return f"{name} may hide keys that are no numbers, and they would count in the scale of their head"
-    return None
+    return _terms(call)
 
 
 def _fp8_sizes(call: AttentionCall) -> str | None:
     if call.head_dim != call.head_dim_v or call.head_dim not in FP8_WIDTHS:
         widths = ", ".join(map(str, FP8_WIDTHS))
         return f"head_dim {call.head_dim} by {call.head_dim_v} is none of {widths}, the same for k and v"
-    if call.batch >= MAX_BATCH or call.num_heads >= MAX_HEADS:
-        return f"{call.batch} sequences of {call.num_heads} heads are not below {MAX_BATCH} of {MAX_HEADS}"
     return next((f"{name} {tuple(x.shape)} is empty" for name, x in _named(call) if x.numel() == 0), None)
 
 

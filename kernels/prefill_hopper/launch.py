@@ -74,7 +74,7 @@ def prefill_hopper(call: AttentionCall) -> Tensor:
     Returns:
         ``[batch, num_heads, seqlen_q, head_dim_v]`` in the layout of ``AttentionCall.empty_output``.
     """
-    call = _aligned(_with_bounds(call))
+    call = _aligned(with_bounds(call))
     launch, output, ranges, tiles, size = planned(_launches, call)
     o = call.q.new_empty_strided(*output)
     if launch is not None and size is not None:
@@ -85,17 +85,17 @@ def prefill_hopper(call: AttentionCall) -> Tensor:
     return o
 
 
-def _with_bounds(call: AttentionCall) -> AttentionCall:
+def with_bounds(call: AttentionCall) -> AttentionCall:
     """Masks with their bounds, which are all that the kernel knows of them."""
     if call.key_bounds is not None:
         return call
-    found = [torch.ops.attnpatch.key_bounds(mask) for mask in _masks(call)]
+    found = [torch.ops.attnpatch.key_bounds(mask) for mask in masks_of(call)]
     if not found:
         return call
     return call._replace(key_bounds=reduce(torch.minimum, found).expand(call.batch, call.num_heads, call.seqlen_q, 3))
 
 
-def _masks(call: AttentionCall) -> list[Tensor]:
+def masks_of(call: AttentionCall) -> list[Tensor]:
     """``[b, h, q, seqlen_k]`` each, with size 1 where it is the same."""
     masks = [] if call.attn_mask is None else [without_repeats(call.attn_mask)]
     return masks if call.key_padding is None else [*masks, call.key_padding[:, None, None, :]]
@@ -122,7 +122,7 @@ def _launches(call: AttentionCall) -> Launches:
         return _packed_launches(call, config, o)
     tiles = tile_table(call, config.BLOCK_N)
     ranges = None if call.key_bounds is None else ranges_shape(call, BLOCK_M)
-    rest = None if ranges is None or not _masks(call) else _rest(call, ranges, tiles)
+    rest = None if ranges is None or not masks_of(call) else rest_launch(call, ranges, tiles, descriptors=True)
     makes = (*(() if ranges is None else ("ranges",)), "o", "tiles", "num_tiles")
     launch = attention_launch(call, config, o, ranges, tiles, makes, rest)
     return Launches(launch if ranges is None else ranges_launch(call, ranges, BLOCK_M, launch), output, ranges, tiles)
@@ -164,7 +164,7 @@ def ranges_launch(call: AttentionCall, shape: tuple[int, ...], block_m: int, the
         window_left=call.window_left,
         window_right=call.window_right,
         FIELDS=FIELDS,
-        HAS_MASKS=bool(_masks(call)),
+        HAS_MASKS=bool(masks_of(call)),
         BLOCK_M=block_m,
         num_warps=4,
     )
@@ -240,12 +240,12 @@ def attention_launch(
     )
 
 
-def _rest(call: AttentionCall, ranges: tuple[int, ...], tiles: Table) -> Launch:
+def rest_launch(call: AttentionCall, ranges: tuple[int, ...], tiles: Table, descriptors: bool) -> Launch:
     """triton.prefill on the tiles that the kernel leaves: of their rows not all are plain."""
-    config = choose_rest(call, descriptors=True)
+    config = choose_rest(call, descriptors)
     programs = tiles.programs * max(1, BLOCK_M // config.BLOCK_M)  # as many fit the device
     done = {"done_strides": _ranges_strides(ranges), "DONE_ROWS": BLOCK_M}
-    return prefill_launch(call, config, True, precision(call.q.dtype), programs, ("done", "o"), **done)
+    return prefill_launch(call, config, descriptors, precision(call.q.dtype), programs, ("done", "o"), **done)
 
 
 def _described(x: Tensor, rows: int, width: int) -> Described:

@@ -1,6 +1,6 @@
 """Q, K and V of a call in 8 bit floats (e4m3), with a scale per head, as prefill_hopper multiplies them.
 
-Two kernels over the same blocks of BLOCK rows, those of Q first, then K's, then V's: the largest number of each block;
+Where there are bounds a kernel finds the keys that some row sees. Then two over the same blocks of BLOCK rows, those of Q first, then K's, then V's: the largest number of each block;
 then, from the largest of all blocks of a head, its scale ``largest / 448`` and its numbers divided by that.
 
 V is written transposed, keys as neighbours, since products in 8 bits read both operands so. Of each 16 keys the order
@@ -13,6 +13,8 @@ written for them, as for those that fill the last block of V.
 import triton
 import triton.language as tl
 
+from attnpatch.kernels.common.primitives import load_bounds, load_offset, load_padding
+
 LARGEST = tl.constexpr(448.0)
 """Of e4m3."""
 
@@ -21,32 +23,27 @@ SMALLEST = tl.constexpr(1e-15)
 
 
 @triton.jit
-def _offset(q_offset, offset_stride, b):
-    if offset_stride is None:
-        return q_offset
+def _live(seen, b, keys, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right):
+    """Which keys some row of a sequence sees: by the table, else by the band."""
+    if seen is not None:
+        return tl.load(seen + b.to(tl.int64) * seqlen_k + keys, mask=keys < seqlen_k, other=0) != 0
     else:
-        return tl.load(q_offset + b * offset_stride).to(tl.int32)
+        offset = load_offset(q_offset, offset_stride, b)
+        live = keys < seqlen_k
+        if window_left is not None:
+            live = live & (keys >= offset - window_left)
+        if window_right is not None:
+            live = live & (keys < offset + seqlen_q + window_right)
+        return live
 
 
 @triton.jit
-def _seen(b, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right):
-    """First key and stop of what the rows of a sequence see."""
-    first, stop = 0, seqlen_k
-    offset = _offset(q_offset, offset_stride, b)
-    if window_left is not None:
-        first = tl.maximum(offset - window_left, 0)
-    if window_right is not None:
-        stop = tl.minimum(offset + seqlen_q + window_right, seqlen_k)
-    return first, stop
-
-
-@triton.jit
-def _numbers(x, x_strides, b, h, rows, first, stop, WIDTH: tl.constexpr):
-    """Rows of a head in float32, zeros outside of ``first <= row < stop``."""
+def _numbers(x, x_strides, b, h, rows, live, WIDTH: tl.constexpr):
+    """Rows of a head in float32, zeros where they are not ``live``."""
     columns = tl.arange(0, WIDTH)
     pointers = x + b.to(tl.int64) * x_strides[0] + h.to(tl.int64) * x_strides[1]
     pointers += rows.to(tl.int64)[:, None] * x_strides[2] + columns[None, :] * x_strides[3]
-    return tl.load(pointers, mask=((rows >= first) & (rows < stop))[:, None], other=0.0).to(tl.float32)
+    return tl.load(pointers, mask=live[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -55,12 +52,51 @@ def _block(i, num_heads, blocks):
     return i // blocks // num_heads, i // blocks % num_heads, i % blocks
 
 
+@triton.jit(do_not_specialize=["q_offset", "seqlen_q", "seqlen_k", "window_left", "window_right"])
+def _seen_kernel(
+    key_bounds,  # int32 [batch, heads, seqlen_q, 3]
+    key_padding,  # bool [batch, seqlen_k], or None
+    q_offset,
+    seen,  # int8 [batch, seqlen_k], contiguous
+    bounds_strides,
+    padding_strides,
+    offset_stride,
+    window_left,
+    window_right,
+    heads,  # whose bounds differ
+    seqlen_q,
+    seqlen_k,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Whether some row of a sequence sees a key, of KEYS keys. Those that attn_mask alone hides count as seen."""
+    blocks = tl.cdiv(seqlen_k, KEYS)
+    b, keys = tl.program_id(0) // blocks, tl.program_id(0) % blocks * KEYS + tl.arange(0, KEYS)
+    offset = load_offset(q_offset, offset_stride, b)
+    found = tl.zeros([KEYS], tl.int32)
+    for first in range(0, heads * seqlen_q, ROWS):
+        i = tl.minimum(first + tl.arange(0, ROWS), heads * seqlen_q - 1)
+        rows = i % seqlen_q
+        start, stop, _plain = load_bounds(key_bounds, bounds_strides, b, i // seqlen_q, rows)
+        if window_left is not None:
+            start = tl.maximum(start, rows + offset - window_left)
+        if window_right is not None:
+            stop = tl.minimum(stop, rows + offset + window_right + 1)
+        sees = (keys[:, None] >= start[None, :]) & (keys[:, None] < stop[None, :])
+        found = tl.maximum(found, tl.max(sees.to(tl.int32), 1))
+    inside = keys < seqlen_k
+    if key_padding is not None:
+        found = tl.where(load_padding(key_padding, padding_strides, b, keys, inside), found, 0)
+    tl.store(seen + b.to(tl.int64) * seqlen_k + keys, found.to(tl.int8), mask=inside)
+
+
 @triton.jit(do_not_specialize=["q_offset", "seqlen_q", "seqlen_k", "window_left", "window_right", "batch"])
 def _largest_kernel(
     q,
     k,
     v,
     q_offset,
+    seen,  # int8 [batch, seqlen_k] of _seen_kernel, or None
     largest,  # fp32 [programs]
     q_strides,
     k_strides,
@@ -83,15 +119,16 @@ def _largest_kernel(
     in_block = tl.arange(0, BLOCK)
     if i < of_q:
         b, h, block = _block(i, num_heads, q_blocks)
-        x = _numbers(q, q_strides, b, h, block * BLOCK + in_block, 0, seqlen_q, HEAD_DIM)
+        rows = block * BLOCK + in_block
+        x = _numbers(q, q_strides, b, h, rows, rows < seqlen_q, HEAD_DIM)
     else:
         b, h, block = _block((i - of_q) % of_k, num_kv_heads, k_blocks)
         rows = block * BLOCK + in_block
-        first, stop = _seen(b, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right)
+        live = _live(seen, b, rows, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right)
         if i < of_q + of_k:
-            x = _numbers(k, k_strides, b, h, rows, first, stop, HEAD_DIM)
+            x = _numbers(k, k_strides, b, h, rows, live, HEAD_DIM)
         else:
-            x = _numbers(v, v_strides, b, h, rows, first, stop, HEAD_DIM)
+            x = _numbers(v, v_strides, b, h, rows, live, HEAD_DIM)
     tl.store(largest + i, tl.max(tl.where(x == x, tl.abs(x), 0.0)))  # NaN reaches the rows that see it, no other
 
 
@@ -116,6 +153,7 @@ def _quantise_kernel(
     k,
     v,
     q_offset,
+    seen,  # int8 [batch, seqlen_k] of _seen_kernel, or None
     largest,  # fp32 [programs]
     q8,  # [batch, num_heads, seqlen_q, HEAD_DIM], contiguous
     k8,  # [batch, num_kv_heads, seqlen_k, HEAD_DIM], contiguous
@@ -150,22 +188,24 @@ def _quantise_kernel(
             v_scale = _scale(largest, of_q + of_k + of_kv, k_blocks, BLOCK)
             tl.store(scales + (b * num_heads + h) * 2, scale * k_scale)
             tl.store(scales + (b * num_heads + h) * 2 + 1, v_scale)
-        x = _numbers(q, q_strides, b, h, rows, 0, seqlen_q, HEAD_DIM)
+        x = _numbers(q, q_strides, b, h, rows, rows < seqlen_q, HEAD_DIM)
         row = (b * num_heads + h).to(tl.int64) * seqlen_q + rows
         _store(x, scale, q8 + row[:, None] * HEAD_DIM + columns[None, :], (rows < seqlen_q)[:, None])
     else:
         b, h, block = _block((i - of_q) % of_k, num_kv_heads, k_blocks)
         scale = _scale(largest, i - block, k_blocks, BLOCK)
-        first, stop = _seen(b, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right)
         head = (b * num_kv_heads + h).to(tl.int64)
-        if i < of_q + of_k:
-            rows = block * BLOCK + in_block
-            x = _numbers(k, k_strides, b, h, rows, first, stop, HEAD_DIM)
-            row = head * seqlen_k + rows
-            _store(x, scale, k8 + row[:, None] * HEAD_DIM + columns[None, :], (rows < seqlen_k)[:, None])
-        else:
+        of_v = i >= of_q + of_k
+        rows = block * BLOCK + in_block
+        if of_v:
             rows = block * BLOCK + in_block // 16 * 16 + in_block % 4 // 2 * 8 + in_block % 16 // 4 * 2 + in_block % 2
-            values = tl.trans(_numbers(v, v_strides, b, h, rows, first, stop, HEAD_DIM))
+        live = _live(seen, b, rows, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right)
+        if of_v:
+            values = tl.trans(_numbers(v, v_strides, b, h, rows, live, HEAD_DIM))
             channel = head * HEAD_DIM + columns
             places = channel[:, None] * (k_blocks * BLOCK) + (block * BLOCK + in_block)[None, :]
             _store(values, scale, v8 + places, tl.full([HEAD_DIM, BLOCK], True, tl.int1))
+        else:
+            x = _numbers(k, k_strides, b, h, rows, live, HEAD_DIM)
+            row = head * seqlen_k + rows
+            _store(x, scale, k8 + row[:, None] * HEAD_DIM + columns[None, :], (rows < seqlen_k)[:, None])

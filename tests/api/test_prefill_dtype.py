@@ -11,7 +11,7 @@ from attnpatch import dispatch
 from attnpatch.attention_call import bottom_right_offset
 from attnpatch.kernels.common import support
 from attnpatch.options import from_compile
-from attnpatch.testing.inputs import packed, random_call
+from attnpatch.testing.inputs import key_bounds, packed, random_call
 
 
 class Attention(nn.Module):
@@ -107,8 +107,7 @@ REFUSED = {
     "float32": (half_call(dtype=torch.float32), "float32 is multiplied exactly"),
     "width": (half_call(head_dim=80), "head_dim 80 by 80 is none of 64, 128, 256"),
     "widths": (half_call(head_dim=128, head_dim_v=64), "head_dim 128 by 64 is none of"),
-    "mask": (half_call(attn_mask=MASK), "attn_mask may hide keys that are no numbers"),
-    "padding": (half_call(key_padding=MASK[0, 0, :1]), "key_padding may hide keys that are no numbers"),
+    "additive mask": (half_call(attn_mask=MASK.half()), "an attn_mask, here torch.float16, is streamed by"),
     "packed": (PACKED, "2 sequences are packed, and triton.prefill_fp8 reads no cu_seqlens_q"),
 }
 
@@ -121,8 +120,17 @@ def test_what_it_refuses(on_hopper, call, sentence):
     assert chosen.reason.startswith(f"triton.prefill_fp8: {sentence}")
 
 
-def test_it_is_taken_where_it_is_asked_for(on_hopper):
-    assert dispatch.choose(CALL)[1] == ("prefill", "triton.prefill_fp8", "asked for by prefill_dtype='fp8'")
+TAKEN = {
+    "causal": CALL,
+    "mask": half_call(attn_mask=MASK),
+    "padding": half_call(key_padding=MASK[0, 0, :1]),
+    "padding and bounds": half_call(key_padding=MASK[0, 0, :1], key_bounds=key_bounds(0, 64).expand(1, 4, 64, 3)),
+}
+
+
+@pytest.mark.parametrize("call", TAKEN.values(), ids=TAKEN)
+def test_it_is_taken_where_it_is_asked_for(on_hopper, call):
+    assert dispatch.choose(call)[1] == ("prefill", "triton.prefill_fp8", "asked for by prefill_dtype='fp8'")
 
 
 def test_it_is_never_taken_unasked(on_hopper):

@@ -82,7 +82,7 @@ def check(call):
 
 def own_tiles(call):
     """Which tiles, ``[batch, heads or 1, tiles]``, the kernel computes itself."""
-    call = launch._with_bounds(call)
+    call = launch.with_bounds(call)
     ranges = torch.empty(launch.ranges_shape(call, 128), dtype=torch.int32, device=CUDA)
     launch.ranges_launch(call, tuple(ranges.shape), 128)(call, ranges)
     return ranges[..., 0] != 0

@@ -11,8 +11,8 @@ from triton.runtime import interpreter
 from attnpatch.dispatch import load_backend
 from attnpatch.kernels.common import support
 from attnpatch.kernels.prefill_hopper import fp8, launch
-from attnpatch.kernels.reference import attention_fp8_reference, attention_lse_reference
-from attnpatch.testing.inputs import check_backend, random_call
+from attnpatch.kernels.reference import attention_fp8_reference, attention_lse_reference, hidden_keys
+from attnpatch.testing.inputs import check_backend, key_bounds, random_call
 from tests.kernels import gluon_on_threads
 
 BACKEND = load_backend("triton.prefill_fp8")._replace(refuses=lambda call: None)
@@ -101,6 +101,45 @@ def test_terms(terms):
     check(call_of(batch=2, seqlen_q=150, seqlen_k=300, **{"q_offset": 150, **terms}))
 
 
+ROW = torch.arange(300)
+HOLES = torch.rand(300, generator=torch.Generator().manual_seed(1)) < 0.7
+BEFORE = ROW[None, :] <= ROW[:, None]
+MASKS = {
+    "padding on the left": {"key_padding": ROW[None, :] >= 140, "window_right": 0},
+    "padding on the left, window": {"key_padding": ROW[None, :] >= 40, "window_left": 100, "window_right": 0},
+    "padding on the right": {"key_padding": ROW[None, :] < 170},
+    "padding of none": {"key_padding": ROW[None, :] >= 0, "key_bounds": key_bounds(0, ROW + 1)},
+    "padding with holes": {"key_padding": HOLES[None, :], "window_right": 0},
+    "documents": {"key_bounds": key_bounds(ROW // 90 * 90, ROW // 90 * 90 + 90)},
+    "gaps": {"key_bounds": key_bounds(ROW // 64 % 3 * 100, ROW // 64 % 3 * 100 + 40)},
+    "bounds of each head": {"key_bounds": key_bounds(torch.tensor([[100], [180]]), ROW + 1)},
+    "causal": {"attn_mask": BEFORE[None, None]},
+    "holes in some tiles": {"attn_mask": (BEFORE & (HOLES | (ROW[:, None] < 128)))[None, None]},
+}
+
+
+@pytest.mark.parametrize("terms", MASKS.values(), ids=MASKS)
+def test_masks(terms):
+    """Keys that nobody sees are NaN and count in no scale; tiles with holes are triton.prefill's, in 16 bits."""
+    call = call_of(**{"seqlen_q": 300, "window_right": None, **terms})
+    dead = hidden_keys(call).all(dim=2).all(dim=1)[:, None, :, None]
+    check(call._replace(k=call.k.masked_fill(dead, math.nan), v=call.v.masked_fill(dead, math.nan)))
+
+
+@pytest.mark.parametrize("head_dim", (128, 256))
+def test_padding_at_other_widths(head_dim):
+    check(call_of(batch=2, seqlen_q=140, head_dim=head_dim, key_padding=ROW[:140] >= torch.tensor([[9], [0]])))
+
+
+def test_padding_counts_in_no_scale():
+    """Whatever padded keys hold: the output is the same to the bit."""
+    call = call_of(batch=2, seqlen_q=140, key_padding=ROW[:140] >= torch.tensor([[9], [0]]))
+    expected = BACKEND.run(call)
+    for x in (call.k, call.v):
+        x[0, :, :9] = 1000.0
+    assert torch.equal(BACKEND.run(call), expected)
+
+
 @pytest.mark.parametrize("head_dim", WIDTHS)
 def test_widths(head_dim):
     check(call_of(seqlen_q=200, head_dim=head_dim))
@@ -151,7 +190,7 @@ def test_v_lies_in_the_order_of_registers():
     """Thread q of four holds keys 2 q, 2 q + 1, 2 q + 8 and 2 q + 9 of 16, side by side."""
     call = call_of(seqlen_q=70)
     call.v[:] = torch.arange(70)[:, None]
-    plan = fp8._launches(call)
+    plan = fp8.launches(call)
     _q, _k, v, scales = fp8.quantised(call, plan)
     assert v.shape == (1, 1, 64, 128)
     keys = v[0, 0, 0].float() * scales[0, 0, 1]
