@@ -98,18 +98,26 @@ def choose(call: AttentionCall, names: Sequence[str] = ()) -> tuple[Backend, Dis
     Raises:
         NoBackend: every one refuses; the message lists each refusal.
     """
-    refusals = [f"{FP8}: backends= does not name it"] if call.asks_for_fp8 and names and FP8 not in names else []
+    refusals: list[str] = []
     for name in names or _preferred(call):
         backend = load_backend(name)
         why = _refusal(backend, call, named=bool(names) or name == FP8)
         if why is None:
-            return backend, Dispatch(call.phase, name, "; ".join(refusals) or _first_choice(name))
+            passed_over = _passed_over(name, names) if call.asks_for_fp8 and names else []
+            return backend, Dispatch(call.phase, name, "; ".join([*passed_over, *refusals]) or _first_choice(name))
         if why:
             refusals.append(f"{name}: {why}")
     raise NoBackend(
         f"no backend runs attention of q {tuple(call.q.shape)}, k {tuple(call.k.shape)}, {call.q.dtype} on "
         f"{call.q.device}: " + "; ".join(refusals)
     )
+
+
+def _passed_over(name: str, names: Sequence[str]) -> list[str]:
+    """Why nobody asked the backend of 8 bit floats before ``name``, where ``names`` are the reason."""
+    if FP8 not in names:
+        return [f"{FP8}: backends= does not name it"]
+    return [f"{FP8}: backends= names {name} before it"] if names.index(name) < names.index(FP8) else []
 
 
 def _first_choice(name: str) -> str:

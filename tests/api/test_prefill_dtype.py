@@ -146,6 +146,30 @@ def test_backends_that_do_not_name_it(on_hopper):
     assert dispatch.choose(CALL, ["triton.prefill_fp8"])[1].backend == "triton.prefill_fp8"
 
 
+def test_backends_that_name_it_later(on_hopper, caplog):
+    sentence = "triton.prefill_fp8: backends= names triton.prefill_hopper before it"
+    with caplog.at_level(logging.WARNING, "attnpatch"):
+        dispatch.run(CALL, ["triton.prefill_hopper", "triton.prefill_fp8"])
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == f"prefill_dtype='fp8', but prefills run in float16: {sentence}"
+
+
+@pytest.mark.parametrize("padded", [0, 5])
+def test_a_batch_of_a_model_with_its_attention_mask(on_hopper, padded, calls):
+    """It brings padding and bounds, even where every token is real, and its prefill runs in 8 bits."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=2, **sizes)
+    model = transformers.LlamaForCausalLM(config).half().eval()
+    real = torch.ones(2, 12, dtype=torch.long)
+    real[1, :padded] = 0
+    with torch.no_grad(), attnpatch.patched(model, prefill_dtype="fp8"):
+        model(input_ids=torch.ones_like(real), attention_mask=real)
+        found = {(d.phase, d.backend) for site in attnpatch.report(model).sites for d in site.dispatches}
+    assert found == {("prefill", "triton.prefill_fp8")}
+    assert [call.key_padding is not None and call.key_bounds is not None for call in calls] == [True, True]
+
+
 STEPS = {
     "decode": half_call(seqlen_q=1, seqlen_k=64, q_offset=63),
     "append": half_call(seqlen_q=8, seqlen_k=64, q_offset=56),

@@ -177,19 +177,23 @@ def compile_prefill_hopper(width, terms, width_v=None):
 
 
 def compile_prefill_fp8(width, terms):
-    """Facts of the kernel on 8 bit floats, and of the two that make them."""
+    """Facts of the kernel on 8 bit floats, of the two that make them, and of the one that finds the keys seen."""
     call = make_call(width, 256, torch.bfloat16, terms)
     kernel = CompileOnly(hopper_launch._prefill_hopper_kernel)
-    largest, quantise = CompileOnly(fp8._largest_kernel), CompileOnly(fp8._quantise_kernel)
+    made = {name: CompileOnly(getattr(fp8, name)) for name in ("_largest_kernel", "_quantise_kernel", "_seen_kernel")}
+    rest = CompileOnly(prefill_launch._prefill_kernel)
     with (
         mock.patch.object(hopper_launch, "_prefill_hopper_kernel", kernel),
-        mock.patch.object(fp8, "_largest_kernel", largest),
-        mock.patch.object(fp8, "_quantise_kernel", quantise),
+        mock.patch.multiple(fp8, **made),
+        mock.patch.object(fp8, "uses_descriptors", return_value=True),
+        mock.patch.object(prefill_launch, "_prefill_kernel", rest),
+        mock.patch.object(hopper_launch, "choose_rest", return_value=REST[width]),
+        mock.patch.object(hopper_launch, "_ranges_kernel", CompileOnly(hopper_launch._ranges_kernel)),
         mock.patch.object(support, "_plans", {}),
         mock.patch("torch.cuda.get_device_properties", return_value=mock.Mock(multi_processor_count=132)),
     ):
         fp8.prefill_fp8(call)
-    return [facts(one.compiled, 1) for one in (kernel, largest, quantise)]
+    return [facts(one.compiled, 1) for one in (kernel, *made.values()) if one.compiled]
 
 
 ROWS = {
@@ -347,9 +351,10 @@ def main():
     rows["linear residual"] = compile_linear([4096], residual=residual)
     rows["hopper descriptor 192 by 128 causal"], _ = compile_prefill_hopper(192, CAUSAL, 128)
     for width in (64, 128, 256):
-        for terms in ("full", "causal"):
+        for terms in ("full", "causal", "bounds and band"):
             found = compile_prefill_fp8(width, TERMS[terms])
-            for name, row in zip(("hopper descriptor fp8", "fp8 largest", "fp8 quantise"), found, strict=True):
+            names = ("hopper descriptor fp8", "fp8 largest", "fp8 quantise", "fp8 seen")
+            for name, row in zip(names, found, strict=False):
                 rows[f"{name} {width} {terms}"] = row
     print(json.dumps(rows))
 
