@@ -127,8 +127,8 @@ def attention(
     masks = (attn_mask, key_padding, q_offset_tensor, q_offset, window_left, window_right)
     terms = (softcap, key_bounds, sinks, alibi_slopes)
     storage = (block_table, k_scale, v_scale, k_shift, v_shift, cu_seqlens_q, cu_seqlens_k)
-    storage = (*storage, batch_invariant, prefill_dtype)
-    return torch.ops.attnpatch.attention(q, k, v, sm_scale, *masks, *terms, *storage, backends)
+    wishes = (batch_invariant, prefill_dtype)
+    return torch.ops.attnpatch.attention(q, k, v, sm_scale, *masks, *terms, *storage, *wishes, backends)
 
 
 def attention_lse(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

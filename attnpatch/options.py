@@ -26,7 +26,7 @@ class Options:
             (env ``ATTNPATCH_BACKENDS``, comma-separated). Empty: all.
         batch_invariant: the result of a sequence does not depend, to the bit, on the others of its batch: splits of
             K have one size, whatever else runs beside it.
-        prefill_dtype: "fp8" computes prefills on 8 bit floats (e4m3), with a scale per head, where there is a kernel
+        prefill_dtype: "fp8" computes prefills on 8 bit floats (e4m3), with scales per head, where there is a kernel
             for it; where there is none the report and the log say why. None: in the model's dtype.
         rest: who runs the rest of the graph: "eager" starts fast; "inductor" compiles it. On a GPU where no gradients
             are recorded, linear layers of one row in 16 bits are one kernel with their norm, activation and residual,

@@ -43,18 +43,20 @@ def attention_lse_reference(call: AttentionCall, dtype: torch.dtype = torch.floa
 def attention_fp8_reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """What ``prefill_dtype="fp8"`` may make of ``call``, everything else in float64.
 
-    q, k and v are rounded to 8 bit floats, the largest number of a head to 448, and probabilities in 256ths of the
-    largest of their row; the softmax's denominator is the sum of those that are not rounded.
+    q, k and v are rounded to 8 bit floats, the largest number of a head of k and v, and of 128 rows of a head of q, to
+    448, and probabilities in 256ths of the largest of their row; the softmax's denominator is the sum of those that are
+    not rounded.
 
     Args:
-        call: neither packed nor with masks, K and V dense.
+        call: not packed, K and V dense.
 
     Returns:
         The output and the lse, as :func:`attention_lse_reference` returns them.
     """
     unused = hidden_keys(call).all(dim=2).all(dim=1)[:, None, :, None]
     k, v = (x.double().masked_fill(unused, 0.0) for x in (call.k, call.v))
-    q, k, v = (_in_8_bits(x.double(), (2, 3), 448.0) for x in (call.q, k, v))
+    k, v = (_in_8_bits(x, (2, 3), 448.0) for x in (k, v))
+    q = torch.cat([_in_8_bits(rows.double(), (2, 3), 448.0) for rows in call.q.split(128, dim=2)], dim=2)
     return _attention(call._replace(q=q, k=k, v=v), torch.float64, in_8_bits=True)
 
 

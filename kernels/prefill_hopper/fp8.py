@@ -25,8 +25,8 @@ from attnpatch.kernels.prefill_hopper.launch import (
 from attnpatch.kernels.prefill_hopper.quantise import _largest_kernel, _quantise_kernel, _seen_kernel
 from attnpatch.kernels.prefill_hopper.tables import Table
 
-BLOCK = 128
-"""Rows that a program turns into 8 bits."""
+BLOCK = BLOCK_M
+"""Rows that a program turns into 8 bits: of Q, those of a tile."""
 
 ROWS, KEYS = 512, 32
 """That a program compares at a time to find the keys that some row sees."""
@@ -41,7 +41,7 @@ class Launches(NamedTuple):
         quantise: Q, K and V in 8 bits, behind the largest number of each block and, with bounds, the keys seen.
         attention: on those, behind the ranges of its tiles where there are bounds.
         rest: triton.prefill in 16 bits on the tiles that it leaves where there are masks, or None.
-        blocks: of BLOCK rows.
+        kv_blocks: of BLOCK rows of K and of V.
         q, k, v: shapes of the three in 8 bits; V is transposed, and its keys fill blocks.
         output: shape and strides of ``AttentionCall.empty_output``.
         table: the tiles of each program.
@@ -51,7 +51,7 @@ class Launches(NamedTuple):
     quantise: Launch
     attention: Launch
     rest: Launch | None
-    blocks: int
+    kv_blocks: int
     q: tuple[int, ...]
     k: tuple[int, ...]
     v: tuple[int, ...]
@@ -81,10 +81,10 @@ def prefill_fp8(call: AttentionCall) -> Tensor:
 
 
 def quantised(call: AttentionCall, plan: Launches) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Q, K and V as the kernel reads them, and two scales per head."""
+    """Q, K and V as the kernel reads them, and their scales: of each block of rows of a head, and of its output."""
     q, k, v = (call.q.new_empty(shape, dtype=EIGHT_BITS) for shape in (plan.q, plan.k, plan.v))
-    largest = call.q.new_empty(plan.blocks, dtype=torch.float32)
-    scales = call.q.new_empty((call.batch, call.num_heads, 2), dtype=torch.float32)
+    largest = call.q.new_empty(plan.kv_blocks, dtype=torch.float32)
+    scales = call.q.new_empty((call.batch, call.num_heads, -(-call.seqlen_q // BLOCK) + 1), dtype=torch.float32)
     seen = () if plan.ranges is None else (call.q.new_empty((call.batch, call.seqlen_k), dtype=torch.int8),)
     plan.quantise(call, *seen, largest, q, k, v, scales)
     return q, k, v, scales
@@ -96,7 +96,8 @@ def launches(call: AttentionCall, descriptors: bool = False) -> Launches:
     shapes = call.q.shape, call.k.shape, (*call.k.shape[:2], call.head_dim_v, k_blocks * BLOCK)
     q, k, v = (call.q.new_empty(shape, dtype=EIGHT_BITS) for shape in shapes)
     eight_bits = call._replace(q=q, k=k, v=v.transpose(2, 3)[:, :, : call.seqlen_k])
-    blocks = call.batch * (call.num_heads * -(-call.seqlen_q // BLOCK) + 2 * call.num_kv_heads * k_blocks)
+    kv_blocks = 2 * call.batch * call.num_kv_heads * k_blocks
+    blocks = call.batch * call.num_heads * -(-call.seqlen_q // BLOCK) + kv_blocks
     config, o = EIGHT_BIT_CONFIGS[call.head_dim], new_output(call.q, call.v)
     tiles = tile_table(eight_bits, config.BLOCK_N)
     ranges = None if call.key_bounds is None else ranges_shape(call, BLOCK_M)
@@ -105,31 +106,32 @@ def launches(call: AttentionCall, descriptors: bool = False) -> Launches:
     attention = attention if ranges is None else ranges_launch(eight_bits, ranges, BLOCK_M, attention)
     rest = None if ranges is None or not masks_of(call) else rest_launch(call, ranges, tiles, descriptors)
     output = tuple(o.shape), o.stride()
-    return Launches(_quantise(call, blocks), attention, rest, blocks, *shapes, output, tiles, ranges)
+    quantise = _quantise(call, blocks, kv_blocks)
+    return Launches(quantise, attention, rest, kv_blocks, *shapes, output, tiles, ranges)
 
 
-def _quantise(call: AttentionCall, blocks: int) -> Launch:
+def _quantise(call: AttentionCall, blocks: int, kv_blocks: int) -> Launch:
     values: dict[str, Any] = {
-        "q_strides": call.q.stride(),
         "k_strides": call.k.stride(),
         "v_strides": call.v.stride(),
         "offset_stride": offset_stride(call),
         "window_left": call.window_left,
         "window_right": call.window_right,
         "batch": call.batch,
-        "num_heads": call.num_heads,
         "num_kv_heads": call.num_kv_heads,
         "seqlen_q": call.seqlen_q,
         "seqlen_k": call.seqlen_k,
         "HEAD_DIM": call.head_dim,
         "BLOCK": BLOCK,
-        "num_warps": 4,
+        "num_warps": max(4, call.head_dim // 32),  # the numbers of a block of Q stay in registers
     }
-    takes, seen = ("q", "k", "v", "q_offset"), () if call.key_bounds is None else ("seen",)
+    of_q: dict[str, Any] = {"q_strides": call.q.stride(), "num_heads": call.num_heads}
+    takes, seen = ("k", "v", "q_offset"), () if call.key_bounds is None else ("seen",)
     if not seen:
         values["seen"] = None
-    then = Launch(_quantise_kernel, blocks, call, takes, (*seen, "largest", "q8", "k8", "v8", "scales"), **values)
-    then = Launch(_largest_kernel, blocks, call, takes, (*seen, "largest"), then, **values)
+    makes = (*seen, "largest", "q8", "k8", "v8", "scales")
+    then = Launch(_quantise_kernel, blocks, call, ("q", *takes), makes, **values, **of_q)
+    then = Launch(_largest_kernel, kv_blocks, call, takes, (*seen, "largest"), then, **values)
     return _seen(call, then) if seen else then
 
 

@@ -204,7 +204,8 @@ def _consumer(
         position = rows + offset
         start, stop = row_bounds(rows, position, b, h, work, row_terms)
         if scales is not None:
-            factor = sm_scale * gl.load(scales + (b * num_heads + h) * 2)
+            row_blocks = (total_q + BLOCK_M - 1) // BLOCK_M
+            factor = sm_scale * gl.load(scales + (b * num_heads + h) * (row_blocks + 1) + m_block)
             scale = score_scale(factor, softcap)
         slope = None
         if alibi_slopes is not None:
@@ -292,7 +293,7 @@ def _consumer(
             gl.store(pointers, (m_i + gl.log2(l_i)) * LN2, mask=rows < end)
         inverse = gl.where(l_i > 0.0, 1.0 / l_i, 0.0)
         if scales is not None:
-            inverse *= gl.load(scales + (b * num_heads + h) * 2 + 1)
+            inverse *= gl.load(scales + (b * num_heads + h) * (row_blocks + 1) + row_blocks)
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, O_LAYOUT))[:, None]
         if o_rows is None:
             store_whole(o, o_s.index(WHICH), acc, b_q, h, m, end, SHARES_Q)
@@ -323,7 +324,7 @@ def _prefill_hopper_kernel(
     ranges,  # int32 [batch, num_heads, blocks, 6] of ranges.py, with bounds, or None
     cu_seqlens_q,  # int32 [batch + 1], or None
     cu_seqlens_k,  # likewise
-    scales,  # fp32 [batch, num_heads, 2], of what 8 bits hold: on q.k and on the output; or None
+    scales,  # fp32 [batch, num_heads, blocks + 1], of what 8 bits hold: on q.k by tile, and on the output; or None
     tiles,  # int64 [programs, max_tiles + 1]: batch << 48 | head << 32 | query block
     num_tiles,  # int32 [programs]
     q_offset,  # int, or a pointer read with offset_stride

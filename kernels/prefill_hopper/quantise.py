@@ -1,7 +1,9 @@
-"""Q, K and V of a call in 8 bit floats (e4m3), with a scale per head, as prefill_hopper multiplies them.
+"""Q, K and V of a call in 8 bit floats (e4m3), as prefill_hopper multiplies them.
 
-Where there are bounds a kernel finds the keys that some row sees. Then two over the same blocks of BLOCK rows, those of Q first, then K's, then V's: the largest number of each block;
-then, from the largest of all blocks of a head, its scale ``largest / 448`` and its numbers divided by that.
+K and V have a scale per head, Q one per BLOCK rows of a head, which are a tile. Where there are bounds a kernel finds
+the keys that some row sees. Then one finds the largest number of each block of BLOCK rows, those of K first, then V's.
+The last rounds: a scale is ``largest / 448``, the largest of all blocks of a head of K or V, of a block of Q alone,
+which is so read once.
 
 V is written transposed, keys as neighbours, since products in 8 bits read both operands so. Of each 16 keys the order
 is that in which a thread holds its probabilities (``softmax.operand``): position 4 q + 2 a + e holds key 8 a + 2 q + e.
@@ -92,20 +94,17 @@ def _seen_kernel(
 
 @triton.jit(do_not_specialize=["q_offset", "seqlen_q", "seqlen_k", "window_left", "window_right", "batch"])
 def _largest_kernel(
-    q,
     k,
     v,
     q_offset,
     seen,  # int8 [batch, seqlen_k] of _seen_kernel, or None
-    largest,  # fp32 [programs]
-    q_strides,
+    largest,  # fp32 [programs], of K, then of V
     k_strides,
     v_strides,
     offset_stride,
     window_left,
     window_right,
     batch,
-    num_heads,
     num_kv_heads,
     seqlen_q,
     seqlen_k,
@@ -114,32 +113,37 @@ def _largest_kernel(
 ):
     """The largest number of each block."""
     i = tl.program_id(0)
-    q_blocks, k_blocks = tl.cdiv(seqlen_q, BLOCK), tl.cdiv(seqlen_k, BLOCK)
-    of_q, of_k = batch * num_heads * q_blocks, batch * num_kv_heads * k_blocks
-    in_block = tl.arange(0, BLOCK)
-    if i < of_q:
-        b, h, block = _block(i, num_heads, q_blocks)
-        rows = block * BLOCK + in_block
-        x = _numbers(q, q_strides, b, h, rows, rows < seqlen_q, HEAD_DIM)
+    k_blocks = tl.cdiv(seqlen_k, BLOCK)
+    of_k = batch * num_kv_heads * k_blocks
+    b, h, block = _block(i % of_k, num_kv_heads, k_blocks)
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    live = _live(seen, b, rows, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right)
+    if i < of_k:
+        x = _numbers(k, k_strides, b, h, rows, live, HEAD_DIM)
     else:
-        b, h, block = _block((i - of_q) % of_k, num_kv_heads, k_blocks)
-        rows = block * BLOCK + in_block
-        live = _live(seen, b, rows, q_offset, offset_stride, seqlen_q, seqlen_k, window_left, window_right)
-        if i < of_q + of_k:
-            x = _numbers(k, k_strides, b, h, rows, live, HEAD_DIM)
-        else:
-            x = _numbers(v, v_strides, b, h, rows, live, HEAD_DIM)
-    tl.store(largest + i, tl.max(tl.where(x == x, tl.abs(x), 0.0)))  # NaN reaches the rows that see it, no other
+        x = _numbers(v, v_strides, b, h, rows, live, HEAD_DIM)
+    tl.store(largest + i, _largest(x))
 
 
 @triton.jit
-def _scale(largest, first, blocks, WIDTH: tl.constexpr):
+def _largest(x):
+    """NaN is left out: it reaches the rows that see it, no other."""
+    return tl.max(tl.where(x == x, tl.abs(x), 0.0))
+
+
+@triton.jit
+def _scale(largest):
+    return tl.maximum(largest, SMALLEST) / LARGEST
+
+
+@triton.jit
+def _head_scale(largest, first, blocks, WIDTH: tl.constexpr):
     """Of the head whose blocks begin with the one numbered ``first``."""
     found = tl.zeros([WIDTH], tl.float32)
     for start in range(0, blocks, WIDTH):
         more = start + tl.arange(0, WIDTH)
         found = tl.maximum(found, tl.load(largest + first + more, mask=more < blocks, other=0.0))
-    return tl.maximum(tl.max(found), SMALLEST) / LARGEST
+    return _scale(tl.max(found))
 
 
 @triton.jit
@@ -154,11 +158,11 @@ def _quantise_kernel(
     v,
     q_offset,
     seen,  # int8 [batch, seqlen_k] of _seen_kernel, or None
-    largest,  # fp32 [programs]
+    largest,  # fp32, of each block of K, then of V
     q8,  # [batch, num_heads, seqlen_q, HEAD_DIM], contiguous
     k8,  # [batch, num_kv_heads, seqlen_k, HEAD_DIM], contiguous
     v8,  # [batch, num_kv_heads, HEAD_DIM, blocks * BLOCK], contiguous
-    scales,  # fp32 [batch, num_heads, 2]: on q.k and on the output
+    scales,  # fp32 [batch, num_heads, q_blocks + 1]: on q.k of each block of rows, and on the output
     q_strides,
     k_strides,
     v_strides,
@@ -181,19 +185,18 @@ def _quantise_kernel(
     if i < of_q:
         b, h, block = _block(i, num_heads, q_blocks)
         rows = block * BLOCK + in_block
-        scale = _scale(largest, i - block, q_blocks, BLOCK)
-        if block == 0:
-            of_kv = (b * num_kv_heads + h // (num_heads // num_kv_heads)) * k_blocks
-            k_scale = _scale(largest, of_q + of_kv, k_blocks, BLOCK)
-            v_scale = _scale(largest, of_q + of_k + of_kv, k_blocks, BLOCK)
-            tl.store(scales + (b * num_heads + h) * 2, scale * k_scale)
-            tl.store(scales + (b * num_heads + h) * 2 + 1, v_scale)
         x = _numbers(q, q_strides, b, h, rows, rows < seqlen_q, HEAD_DIM)
+        scale = _scale(_largest(x))
+        of_kv = (b * num_kv_heads + h // (num_heads // num_kv_heads)) * k_blocks
+        of_head = scales + (b * num_heads + h) * (q_blocks + 1)
+        tl.store(of_head + block, scale * _head_scale(largest, of_kv, k_blocks, BLOCK))
+        if block == 0:
+            tl.store(of_head + q_blocks, _head_scale(largest, of_k + of_kv, k_blocks, BLOCK))
         row = (b * num_heads + h).to(tl.int64) * seqlen_q + rows
         _store(x, scale, q8 + row[:, None] * HEAD_DIM + columns[None, :], (rows < seqlen_q)[:, None])
     else:
         b, h, block = _block((i - of_q) % of_k, num_kv_heads, k_blocks)
-        scale = _scale(largest, i - block, k_blocks, BLOCK)
+        scale = _head_scale(largest, i - of_q - block, k_blocks, BLOCK)
         head = (b * num_kv_heads + h).to(tl.int64)
         of_v = i >= of_q + of_k
         rows = block * BLOCK + in_block

@@ -126,7 +126,7 @@ def test_masks(terms):
     check(call._replace(k=call.k.masked_fill(dead, math.nan), v=call.v.masked_fill(dead, math.nan)))
 
 
-@pytest.mark.parametrize("head_dim", (128, 256))
+@pytest.mark.parametrize("head_dim", [128, 256])
 def test_padding_at_other_widths(head_dim):
     check(call_of(batch=2, seqlen_q=140, head_dim=head_dim, key_padding=ROW[:140] >= torch.tensor([[9], [0]])))
 
@@ -170,6 +170,15 @@ def test_keys_before_every_window_may_be_no_numbers():
     check(call)
 
 
+def test_queries_count_in_the_scale_of_their_tile_alone():
+    call = call_of(seqlen_q=260)
+    expected = BACKEND.run(call).clone()
+    call.q[:, :, 130] = 1000.0
+    assert torch.equal(BACKEND.run(call)[:, :, :128], expected[:, :, :128])
+    assert torch.equal(BACKEND.run(call)[:, :, 256:], expected[:, :, 256:])
+    check(call)
+
+
 def test_a_head_of_zeros():
     call = call_of(seqlen_q=70)
     for x in (call.q, call.k, call.v):
@@ -193,7 +202,7 @@ def test_v_lies_in_the_order_of_registers():
     plan = fp8.launches(call)
     _q, _k, v, scales = fp8.quantised(call, plan)
     assert v.shape == (1, 1, 64, 128)
-    keys = v[0, 0, 0].float() * scales[0, 0, 1]
+    keys = v[0, 0, 0].float() * scales[0, 0, -1]
     order = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
     torch.testing.assert_close(keys[16:32], 16.0 + torch.tensor(order), rtol=1 / 16, atol=0)
     assert not keys[80:].any()
