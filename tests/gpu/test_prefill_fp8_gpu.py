@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attnpatch.dispatch import FP8, choose, load_backend
-from attnpatch.kernels.reference import attention_fp8_reference, attention_lse_reference
-from attnpatch.testing.inputs import check_backend
+from attnpatch.kernels.reference import attention_fp8_reference, attention_lse_reference, hidden_keys
+from attnpatch.testing.inputs import check_backend, key_bounds
 from attnpatch.testing.samples import samples
 from attnpatch.testing.tolerance import assert_same_function
 from tests.gpu.calls import ON_GPU, call_on_gpu
@@ -71,6 +71,29 @@ TERMS = {
 @pytest.mark.parametrize("name", TERMS)
 def test_terms(name, head_dim, dtype):
     check(fp8_call(seqlen_q=700, head_dim=head_dim, dtype=dtype, **TERMS[name]))
+
+
+ROW = torch.arange(700)
+HOLES = torch.rand(700, generator=torch.Generator().manual_seed(1)) < 0.7
+LEFT = ROW >= torch.tensor([[250], [0]])
+MASKS = {
+    "padding on the left": {"key_padding": LEFT, "window_right": 0},
+    "padding on the left, window": {"key_padding": LEFT, "window_left": 100, "window_right": 0},
+    "padding of none": {"key_padding": ROW[None] >= 0, "key_bounds": key_bounds(0, ROW + 1)},
+    "padding with holes": {"key_padding": HOLES[None], "window_right": 0},
+    "documents": {"key_bounds": key_bounds(ROW // 90 * 90, ROW // 90 * 90 + 90)},
+    "bounds of each head": {"key_bounds": key_bounds(torch.arange(8)[:, None] * 9, ROW + 1)},
+    "holes in some tiles": {"attn_mask": ((ROW <= ROW[:, None]) & (HOLES | (ROW[:, None] < 256)))[None, None]},
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name, head_dim):
+    """Keys that nobody sees are NaN."""
+    call = fp8_call(seqlen_q=700, head_dim=head_dim, **MASKS[name])
+    dead = hidden_keys(call).all(dim=2).all(dim=1)[:, None, :, None]
+    check(call._replace(k=call.k.masked_fill(dead, math.nan), v=call.v.masked_fill(dead, math.nan)))
 
 
 @pytest.mark.parametrize("seqlen", [2, 63, 65, 127, 129, 255, 257, 1000, 4000])
