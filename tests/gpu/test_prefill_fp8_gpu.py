@@ -75,7 +75,7 @@ def test_terms(name, head_dim, dtype):
 
 ROW = torch.arange(700)
 HOLES = torch.rand(700, generator=torch.Generator().manual_seed(1)) < 0.7
-LEFT = ROW >= torch.tensor([[250], [0]])
+LEFT = torch.tensor([[250], [0]]) <= ROW
 MASKS = {
     "padding on the left": {"key_padding": LEFT, "window_right": 0},
     "padding on the left, window": {"key_padding": LEFT, "window_left": 100, "window_right": 0},
@@ -83,7 +83,7 @@ MASKS = {
     "padding with holes": {"key_padding": HOLES[None], "window_right": 0},
     "documents": {"key_bounds": key_bounds(ROW // 90 * 90, ROW // 90 * 90 + 90)},
     "bounds of each head": {"key_bounds": key_bounds(torch.arange(8)[:, None] * 9, ROW + 1)},
-    "holes in some tiles": {"attn_mask": ((ROW <= ROW[:, None]) & (HOLES | (ROW[:, None] < 256)))[None, None]},
+    "holes in some tiles": {"attn_mask": ((ROW[:, None] >= ROW) & (HOLES | (ROW[:, None] < 256)))[None, None]},
 }
 
 
