@@ -2,6 +2,8 @@
 
     W_i norm(x)    for all that read one x        a(W_0 x) * (W_1 x)        residual + W x
 
+W_0 and W_1 may be halves of one weight.
+
 A decode step multiplies each weight with one row: it takes as long as the weights take to read, if they are asked for
 without a pause. cuBLAS reads the small ones at half of that speed, and each kernel between two products is a pause.
 """
@@ -12,10 +14,11 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from attnpatch.fusing import Fusing
-from attnpatch.graph import arg, is_plain, is_product, only_user, op, root, shape, value
+from attnpatch.graph import arg, emit, erase_dead, is_plain, is_product, only_user, op, root, shape, value
 from attnpatch.linear import MOST
 
 
@@ -35,6 +38,8 @@ def fuse_linears(graph: Graph) -> int:
     It computes in float32 and rounds once, at the end, where models round after each operator. Layers of more rows,
     in float32, or whose weights are computed in the graph or wrap other tensors stay as they are.
     """
+    for layer in filter(_is_of_one_row, list(graph.nodes)):
+        _part(layer)
     fusing, by_input = Fusing(graph), dict[Node, list[Node]]()
     for layer in filter(_is_of_one_row, graph.nodes):
         by_input.setdefault(_tensors(layer)[0], []).append(layer)
@@ -64,7 +69,34 @@ def _is_row(x: Node) -> bool:
 
 
 def _is_given(node: Node) -> bool:
-    return node.op in ("placeholder", "get_attr")
+    """An input of the graph, or the rows of one that :func:`_part` takes."""
+    return node.op in ("placeholder", "get_attr") or (op(node) == "narrow" and _is_given(_node(node, 0, "input")))
+
+
+def _part(layer: Node) -> None:
+    """Let a layer whose output is cut in two, as of a gate and what it gates, be two layers of halves of the weight."""
+    cut = only_user(layer)
+    halves = [user for user in cut.users if op(user) == "getitem"] if _is_in_two(cut, layer) else []
+    if not halves or len(halves) != len(cut.users):
+        return
+    rows, (x, *weights) = shape(layer)[-1] // 2, _tensors(layer)
+    for half in halves:
+        start = half.args[1] % 2 * rows
+        with layer.graph.inserting_before(layer):
+            taken = [t and emit(layer.graph, "narrow", t, 0, start, rows, like=t) for t in weights]
+            half.replace_all_uses_with(emit(layer.graph, F.linear, x, *taken, like=half))
+    erase_dead(layer.graph, halves)
+
+
+def _is_in_two(cut: Any, layer: Node) -> bool:
+    """Whether a node divides the outputs of a layer in two."""
+    if op(cut) not in ("chunk", "split") or arg(cut, 2, "dim", 0) not in (-1, value(layer).dim() - 1):
+        return False
+    rows = shape(layer)[-1]
+    if op(cut) == "chunk":
+        return rows % 2 == 0 and arg(cut, 1, "chunks") == 2
+    sizes = arg(cut, 1, "split_size_or_sections")
+    return 2 * sizes == rows if isinstance(sizes, int) else list(sizes) == [rows // 2] * 2
 
 
 def _are_alike(*nodes: Node) -> bool:

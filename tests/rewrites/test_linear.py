@@ -20,6 +20,8 @@ class Block(nn.Module):
         self.norm = nn.RMSNorm(WIDTH, eps=1e-5)
         self.gate, self.up = (nn.Linear(WIDTH, INNER, bias) for _ in range(2))
         self.down = nn.Linear(INNER, WIDTH, bias)
+        self.six = nn.Parameter(torch.randn(6, WIDTH))
+        self.both = nn.Linear(WIDTH, 2 * INNER, bias)
         self.q, self.k, self.v = (nn.Linear(WIDTH, n, bias) for n in (32, 8, 8))
         with torch.no_grad():
             self.norm.weight.normal_()
@@ -62,6 +64,41 @@ def chained(m, x):
     for _ in range(3):
         x = x + m.down(m.up(x))
     return x
+
+
+def chunks(m, x):
+    """As Phi-3 does it, whose gate and up are one layer."""
+    gate, up = m.both(x).chunk(2, dim=-1)
+    return up * F.silu(gate)
+
+
+def splits(m, x):
+    gate, up = torch.split(m.both(x), INNER, dim=2)
+    return F.gelu(gate) * up
+
+
+def sections(m, x):
+    up, gate = m.both(x).split([INNER, INNER], dim=-1)
+    return F.gelu(gate) * up
+
+
+def half(m, x):
+    return m.both(x).chunk(2, dim=-1)[1]
+
+
+def uneven(m, x):
+    first, second = m.both(x).split([INNER - 8, INNER + 8], dim=-1)
+    return first.sum() * second
+
+
+def thirds_of_six(m, x):
+    first, second, third = F.linear(x, m.six, None).chunk(3, dim=-1)
+    return first * second + third
+
+
+def thirds(m, x):
+    first, second, third = m.both(x).chunk(3, dim=-1)
+    return first.sum() * second.sum() * third
 
 
 def two_units_of_one_input(m, x):
@@ -113,6 +150,13 @@ CALLS = {
     one: 1,
     norm_is_read_elsewhere: 2,
     chained: 6,
+    chunks: 1,
+    splits: 1,
+    sections: 1,
+    half: 1,
+    uneven: 1,
+    thirds: 1,
+    thirds_of_six: 1,
     two_units_of_one_input: 2,
     square: 1,
     gate_is_read_elsewhere: 1,
@@ -186,6 +230,9 @@ def test_what_goes_into_the_calls():
         assert found[function] == [(1, False, False, None)] * 2, function.__name__
     for function in (square, gate_is_read_elsewhere, other_activation):
         assert all(activation is None for *_, activation in found[function]), function.__name__
+    for function, name in ((chunks, "silu"), (splits, "gelu"), (sections, "gelu")):
+        assert found[function] == [(2, False, False, name)], function.__name__
+    assert [found[f] for f in (half, uneven, thirds, thirds_of_six)] == [[(1, False, False, None)]] * 4
     assert {activation for *_, activation in found[two_units_of_one_input]} == {"silu", "gelu"}
     assert sorted(found[gated], key=str) == [(1, 1e-05, False, None), (1, 1e-05, False, None), (1, False, True, None)]
 
