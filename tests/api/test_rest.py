@@ -1,4 +1,4 @@
-"""The rest of a graph that runs as it is: on a GPU, norms and rotary embeddings are one kernel each."""
+"""The rest of a graph on a GPU: norms, rotary embeddings and linear layers of one row are one kernel each."""
 
 import pytest
 import torch
@@ -9,7 +9,12 @@ from attnpatch import backend
 from attnpatch.testing.tolerance import assert_same_function, run_float64
 from tests.caches.conftest import generate, make_model
 
-COUNTED = {F.rms_norm: "norms", torch.ops.attnpatch.rotary.default: "turns"}
+COUNTED = {
+    F.rms_norm: "norms",
+    torch.ops.attnpatch.rotary.default: "turns",
+    torch.ops.attnpatch.linear.default: "linears",
+    F.linear: "layers",
+}
 
 FAMILIES = {
     "Llama": {"norms": 5, "turns": 4},
@@ -22,14 +27,14 @@ FAMILIES = {
 
 
 @pytest.fixture
-def graphs(monkeypatch):
+def graphs(monkeypatch, request):
     """What the graphs of a model call, as on a GPU."""
-    found = []
+    found, uncounted = [], getattr(request, "param", ["layers"])
 
     def counted(gm, *args):
         result = compile_rest(gm, *args)
         names = [COUNTED[node.target] for node in gm.graph.nodes if node.target in COUNTED]
-        found.append({name: names.count(name) for name in dict.fromkeys(names)})
+        found.append({name: names.count(name) for name in dict.fromkeys(names) if name not in uncounted})
         return result
 
     compile_rest = backend._compile_rest
@@ -68,11 +73,33 @@ def test_gradients_are_of_the_models_own_operators(graphs):
     assert graphs == [{}]
 
 
-def test_inductor_fuses_by_itself(graphs):
+DECODE = {
+    "Llama": {"linears": 9, "turns": 4, "norms": 1},  # the last norm, of which the head reads a slice
+    "Mistral": {"linears": 9, "turns": 4, "norms": 1},
+    "Qwen3": {"linears": 9, "turns": 4, "norms": 5},
+    "Phi3": {"linears": 9, "turns": 4, "norms": 1},  # gate and up are halves of one layer
+    "Olmo2": {"linears": 9, "norms": 9},  # behind the layers; it turns queries and keys in float32
+    "Gemma2": {"linears": 9, "turns": 4},  # it norms in float32, with one plus a weight
+}
+
+
+@pytest.mark.parametrize("graphs", [[]], indirect=True, ids=["every layer counted"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_decode_step(graphs, family):
+    model, ids = make_model(family).bfloat16(), torch.arange(3, 13)[None]
+    with torch.no_grad():
+        original, exact = model(ids).logits[:, -1], run_float64(model, ids).logits[:, -1]
+        attnpatch.patch(model, strict=True, cuda_graphs=False, cache=None)
+        cache = model(ids[:, :9], use_cache=True).past_key_values
+        assert_same_function(model(ids[:, 9:], past_key_values=cache).logits[:, -1], original, exact)
+    assert graphs[-1] == DECODE[family]
+
+
+def test_inductor_fuses_the_others_by_itself(graphs):
     model = attnpatch.patch(make_model(num_hidden_layers=1), rest="inductor", cuda_graphs=False, cache=None)
     with torch.no_grad():
         model(torch.arange(3, 13)[None])
-    assert graphs == [{}]
+    assert graphs == [{"norms": 3}]
 
 
 def test_on_a_cpu_the_graph_is_left_as_it_is(graphs, monkeypatch):
