@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,50 +52,48 @@ def linear(
     return torch.ops.attnpatch.linear(x, weights, biases, norm, eps, residual, activation)
 
 
-def run(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    residual: Tensor | None = None,
-    activation: str | None = None,
-) -> list[Tensor]:
+class Layers(NamedTuple):
+    """Arguments of :func:`linear`."""
+
+    x: Tensor
+    weights: Sequence[Tensor]
+    biases: Sequence[Tensor | None]
+    norm: Tensor | None = None
+    eps: float = 0.0
+    residual: Tensor | None = None
+    activation: str | None = None
+
+    def new_outputs(self) -> list[Tensor]:
+        """A row per weight, or one with an activation."""
+        made = self.weights[:1] if self.activation else self.weights
+        return [self.x.new_empty((*self.x.shape[:-1], weight.shape[0])) for weight in made]
+
+
+def run(*args: Any) -> list[Tensor]:
     """The operator: by Triton on a GPU, else in plain torch."""
     from attnpatch.kernels.common.support import has_triton
 
-    check(x, weights, biases, norm, residual, activation)
-    if x.is_cuda and has_triton():
-        from attnpatch.kernels.linear import launch as runs
-    else:
-        from attnpatch.kernels.linear import reference as runs  # type: ignore[no-redef]
-    return runs.linear(x, weights, biases, norm, eps, residual, activation)
+    layers = Layers(*args)
+    check(layers)
+    if not (layers.x.is_cuda and has_triton()):
+        from attnpatch.kernels.linear import reference
+
+        return reference.linear(layers)
+    from attnpatch.kernels.linear import launch
+
+    return launch.linear(layers)
 
 
-def fake(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    residual: Tensor | None = None,
-    activation: str | None = None,
-) -> list[Tensor]:
+def fake(*args: Any) -> list[Tensor]:
     """The operator on tensors without data."""
-    check(x, weights, biases, norm, residual, activation)
-    made = weights[:1] if activation else weights
-    return [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in made]
+    layers = Layers(*args)
+    check(layers)
+    return layers.new_outputs()
 
 
-def check(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    norm: Tensor | None,
-    residual: Tensor | None,
-    activation: str | None,
-) -> None:
+def check(layers: Layers) -> None:
     """Raise what :func:`linear` raises."""
+    x, weights, biases, norm, _, residual, activation = layers
     if x.dim() == 0 or x.numel() != x.shape[-1] or x.numel() == 0 or x.dtype not in DTYPES:
         kinds = "float16, bfloat16 or float32"
         raise ValueError(f"x of linear must be one row in {kinds}; got {tuple(x.shape)} in {x.dtype}")

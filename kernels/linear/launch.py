@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch import Tensor
 from attnpatch.kernels.common.launcher import Launch, overlapping, overlaps
 from attnpatch.kernels.common.support import planned
 from attnpatch.kernels.linear.kernel import _linear_kernel
+from attnpatch.linear import Layers
 
 BLOCK_K, NUM_WARPS = 1024, 4
 """With one row per program the fastest of six on the layers of an 8B and of a 1B Llama (H200, 2026-12-01)."""
@@ -34,22 +34,13 @@ class Linear(NamedTuple):
     activation: str | None
 
 
-def linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    norm: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    activation: str | None,
-) -> list[Tensor]:
+def linear(layers: Layers) -> list[Tensor]:
     """:func:`attnpatch.linear.linear` of such arguments, which are checked already."""
-    w_0, (w_1, w_2) = weights[0], (*weights[1:], None, None)[:2]
-    b_0, b_1, b_2 = (*biases, None, None)[:3]
-    rest = None if residual is None else residual.reshape(-1)
-    call = Linear(x.reshape(-1), norm, w_0, w_1, w_2, b_0, b_1, b_2, rest, eps, activation)
-    made = weights[:1] if activation else weights
-    outputs = [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in made]
+    w_0, (w_1, w_2) = layers.weights[0], (*layers.weights[1:], None, None)[:2]
+    b_0, b_1, b_2 = (*layers.biases, None, None)[:3]
+    x, residual = layers.x.reshape(-1), None if layers.residual is None else layers.residual.reshape(-1)
+    call = Linear(x, layers.norm, w_0, w_1, w_2, b_0, b_1, b_2, residual, layers.eps, layers.activation)
+    outputs = layers.new_outputs()
     planned(_launch, call)(call, *outputs)
     return outputs
 

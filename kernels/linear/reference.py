@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
+
+from attnpatch.linear import Layers
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -15,23 +17,15 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    norm: Tensor | None,
-    eps: float,
-    residual: Tensor | None,
-    activation: str | None,
-) -> list[Tensor]:
+def linear(layers: Layers) -> list[Tensor]:
     """:func:`attnpatch.linear.linear` of such arguments, which are checked already."""
-    wide = x.float()
-    if norm is not None:
-        wide = F.rms_norm(wide, wide.shape[-1:], norm.float(), eps)
-    pairs = zip(weights, biases, strict=True)
-    found = [F.linear(wide, weight.float(), None if bias is None else bias.float()) for weight, bias in pairs]
-    if activation:
-        found = [ACTIVATIONS[activation](found[0]) * found[1]]
-    if residual is not None:
-        found = [found[0] + residual.float()]
-    return [y.to(x.dtype) for y in found]
+    x = layers.x.float()
+    if layers.norm is not None:
+        x = F.rms_norm(x, x.shape[-1:], layers.norm.float(), layers.eps)
+    pairs = zip(layers.weights, layers.biases, strict=True)
+    found = [F.linear(x, weight.float(), None if bias is None else bias.float()) for weight, bias in pairs]
+    if layers.activation:
+        found = [ACTIVATIONS[layers.activation](found[0]) * found[1]]
+    if layers.residual is not None:
+        found = [found[0] + layers.residual.float()]
+    return [y.to(layers.x.dtype) for y in found]

@@ -27,6 +27,7 @@ from attnpatch.kernels.prefill import launch as prefill_launch
 from attnpatch.kernels.prefill_hopper import fp8
 from attnpatch.kernels.prefill_hopper import launch as hopper_launch
 from attnpatch.kernels.prefill_hopper import packed as hopper_packed
+from attnpatch.linear import Layers
 from attnpatch.testing.inputs import key_bounds
 
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -317,14 +318,14 @@ def compile_linear(rows, **options):
     kernel = CompileOnly(linear_launch._linear_kernel)
     x = torch.empty(1, 1, 4096, dtype=torch.bfloat16)
     weights = [x.new_empty(n, 4096) for n in rows]
-    given = {"norm": None, "eps": 1e-5, "residual": None, "activation": None, **options}
+    layers = Layers(x, weights, [None] * len(rows), eps=1e-5, **options)
     with (
         mock.patch.object(linear_launch, "_linear_kernel", kernel),
         mock.patch.object(linear_launch, "overlaps", return_value=True),
         mock.patch.object(torch.Tensor, "is_cuda", True),
         mock.patch.object(support, "_plans", {}),
     ):
-        linear_launch.linear(x, weights, [None] * len(rows), **given)
+        linear_launch.linear(layers)
     return facts(kernel.compiled, 1)
 
 
