@@ -10,7 +10,7 @@ without a pause. cuBLAS reads the small ones at half of that speed, and each ker
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +18,12 @@ import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from attnpatch.fusing import Fusing
-from attnpatch.graph import arg, emit, erase_dead, is_plain, is_product, only_user, op, root, shape, value
+from attnpatch.graph import arg, emit, erase_dead, is_plain, is_product, memory, only_user, op, shape, value
 from attnpatch.linear import MOST
+
+LAYERS = (F.linear, torch.ops.aten.linear.default)
+ACTIVATIONS = (F.silu, F.gelu, torch.ops.aten.silu.default, torch.ops.aten.gelu.default)
+"""By function and not by name: other libraries have operators of these names."""
 
 
 class Fused(NamedTuple):
@@ -41,9 +45,12 @@ def fuse_linears(graph: Graph) -> int:
     for layer in filter(_is_of_one_row, list(graph.nodes)):
         _part(layer)
     fusing, by_input = Fusing(graph), dict[Node, list[Node]]()
+    given = {memory(node) for node in graph.nodes if _is_given(node)}
     for layer in filter(_is_of_one_row, graph.nodes):
+        if not _is_computed(_tensors(layer)[0], given):
+            continue
         by_input.setdefault(_tensors(layer)[0], []).append(layer)
-    return sum(_put(fusing, fused) for layers in by_input.values() for fused in _calls(layers))
+    return sum(_put(fusing, fused, given) for layers in by_input.values() for fused in _calls(layers))
 
 
 def _tensors(layer: Node) -> tuple[Node, Node, Node | None]:
@@ -53,19 +60,27 @@ def _tensors(layer: Node) -> tuple[Node, Node, Node | None]:
 
 def _is_of_one_row(node: Node) -> bool:
     """Whether the operator takes this linear layer."""
-    if op(node) != "linear" or not is_plain(node) or value(node).dtype not in (torch.float16, torch.bfloat16):
+    if node.target not in LAYERS or not is_plain(node) or value(node).dtype not in (torch.float16, torch.bfloat16):
         return False
     x, *given = (t for t in _tensors(node) if t is not None)
     if not all(map(is_plain, (x, *given))) or not _are_alike(node, x, *given):
         return False
-    return _is_row(x) and value(given[0]).dim() == 2 and all(_is_given(t) and value(t).is_contiguous() for t in given)
+    rows = shape(given[0])[0] if value(given[0]).dim() == 2 else 0
+    fits = rows > 0 and all(tuple(shape(bias)) == (rows,) for bias in given[1:])
+    return fits and _is_row(x) and all(_is_given(t) and value(t).is_contiguous() for t in given)
 
 
 def _is_row(x: Node) -> bool:
-    """Of a known width, and computed in the graph, so that no kernel that wrote a weight ran right before."""
     sizes = shape(x)
     known = all(isinstance(size, int) for size in sizes)
-    return known and all(size == 1 for size in sizes[:-1]) and sizes[-1] > 0 and not _is_given(root(x))
+    return known and all(size == 1 for size in sizes[:-1]) and sizes[-1] > 0
+
+
+def _is_computed(x: Node, given: Set[Any]) -> bool:
+    """Whether a kernel of the graph makes ``x``: one that wrote a weight does then not run right before."""
+    while op(x) in ("dropout", "ravel"):  # may give what they are given
+        x = _node(x, 0, "input")
+    return memory(x) not in given
 
 
 def _is_given(node: Node) -> bool:
@@ -74,10 +89,11 @@ def _is_given(node: Node) -> bool:
 
 
 def _part(layer: Node) -> None:
-    """Let a layer whose output is cut in two, as of a gate and what it gates, be two layers of halves of the weight."""
+    """Let a layer whose output is cut in a gate and what it gates be two layers of halves of the weight."""
     cut = only_user(layer)
     halves = [user for user in cut.users if op(user) == "getitem"] if _is_in_two(cut, layer) else []
-    if not halves or len(halves) != len(cut.users):
+    units = [unit for half in halves if (unit := _unit(half)) and unit.up in halves]
+    if len(halves) != 2 or len(cut.users) != 2 or not units:
         return
     rows, (x, *weights) = shape(layer)[-1] // 2, _tensors(layer)
     for half in halves:
@@ -113,24 +129,37 @@ def _calls(layers: list[Node]) -> Iterable[Fused]:
 
 
 def _gated(gate: Node, layers: list[Node]) -> Fused | None:
-    """The unit whose gate this is: ``a(gate) * up``."""
+    """The unit whose gate this is."""
+    unit = _unit(gate)
+    if unit is None or unit.up not in layers or shape(unit.up) != shape(gate):
+        return None
+    between = (gate, unit.activated, unit.up)
+    return Fused((gate, unit.up), (unit.product,), between, activation=_activation(unit.activated))
+
+
+class Unit(NamedTuple):
+    """``product = activated * up`` with ``activated = a(gate)``, all read there alone."""
+
+    activated: Node
+    up: Node
+    product: Node
+
+
+def _unit(gate: Node) -> Unit | None:
     activated = only_user(gate)
-    name = _activation(activated)
-    product: Any = only_user(activated) if name else None
+    product: Any = only_user(activated) if _activation(activated) else None
     if not is_product(product):
         return None
     up = product.args[1] if product.args[0] is activated else product.args[0]
-    if up not in layers or only_user(up) is not product or shape(up) != shape(gate):
-        return None
-    return Fused((gate, up), (product,), (gate, activated, up), activation=name)
+    return Unit(activated, up, product) if isinstance(up, Node) and only_user(up) is product else None
 
 
 def _activation(node: Any) -> str | None:
-    if op(node) == "silu" and not arg(node, 1, "inplace", False):
-        return "silu"
-    if op(node) == "gelu":
-        return {"none": "gelu", "tanh": "gelu_tanh"}.get(arg(node, 1, "approximate", "none"))
-    return None
+    if not isinstance(node, Node) or node.target not in ACTIVATIONS:
+        return None
+    if op(node) == "silu":
+        return None if arg(node, 1, "inplace", False) else "silu"
+    return {"none": "gelu", "tanh": "gelu_tanh"}.get(arg(node, 1, "approximate", "none"))
 
 
 def _with_residual(fused: Fused) -> Fused:
@@ -147,14 +176,14 @@ def _with_residual(fused: Fused) -> Fused:
     return fused._replace(outputs=(total,), between=(*fused.between, output), residual=residual)
 
 
-def _put(fusing: Fusing, fused: Fused) -> bool:
-    x, norm, eps, normed = _input(fused)
+def _put(fusing: Fusing, fused: Fused, given: Set[Any]) -> bool:
+    x, norm, eps, normed = _input(fused, given)
     _, weights, biases = zip(*map(_tensors, fused.layers), strict=True)
     args = (x, list(weights), list(biases), norm, eps, fused.residual, fused.activation)
     return fusing.put(torch.ops.attnpatch.linear.default, args, fused.outputs, (*fused.between, *normed))
 
 
-def _input(fused: Fused) -> tuple[Node, Node | None, float, tuple[Node, ...]]:
+def _input(fused: Fused, given: Set[Any]) -> tuple[Node, Node | None, float, tuple[Node, ...]]:
     """What the layers read: x; or if that is a norm that nobody else reads, what it reads, its weight, eps, and it."""
     x, _, _ = _tensors(fused.layers[0])
     if op(x) != "rms_norm" or set(x.users) != set(fused.layers):
@@ -162,7 +191,12 @@ def _input(fused: Fused) -> tuple[Node, Node | None, float, tuple[Node, ...]]:
     source, weight, eps = _node(x, 0, "input"), _node(x, 2, "weight"), arg(x, 3, "eps")
     if not isinstance(eps, float) or not all(map(is_plain, (source, weight))) or not _are_alike(x, source, weight):
         return x, None, 0.0, ()
-    takes = _is_row(source) and shape(weight) == shape(source)[-1:] and value(weight).is_contiguous()
+    takes = (
+        memory(source) not in given
+        and _is_row(source)
+        and shape(weight) == shape(source)[-1:]
+        and value(weight).is_contiguous()
+    )
     return (source, weight, eps, (x,)) if takes else (x, None, 0.0, ())
 
 

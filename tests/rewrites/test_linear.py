@@ -11,6 +11,24 @@ from attnpatch.testing.tolerance import assert_same_function, run_float64
 WIDTH, INNER = 24, 40
 
 
+@torch.library.custom_op("attnpatch_tests::linear", mutates_args=())
+def _linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Another function of the same name."""
+    return 3 * (x @ weight.T)
+
+
+_linear.register_fake(lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
+
+
+@torch.library.custom_op("attnpatch_tests::silu", mutates_args=())
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    """Likewise."""
+    return 2 * x
+
+
+_silu.register_fake(torch.empty_like)
+
+
 class Block(nn.Module):
     """A gated unit, and three layers side by side."""
 
@@ -20,6 +38,7 @@ class Block(nn.Module):
         self.norm = nn.RMSNorm(WIDTH, eps=1e-5)
         self.gate, self.up = (nn.Linear(WIDTH, INNER, bias) for _ in range(2))
         self.down = nn.Linear(INNER, WIDTH, bias)
+        self.number = nn.Parameter(torch.ones(1))
         self.six = nn.Parameter(torch.randn(6, WIDTH))
         self.both = nn.Linear(WIDTH, 2 * INNER, bias)
         self.q, self.k, self.v = (nn.Linear(WIDTH, n, bias) for n in (32, 8, 8))
@@ -80,6 +99,25 @@ def splits(m, x):
 def sections(m, x):
     up, gate = m.both(x).split([INNER, INNER], dim=-1)
     return F.gelu(gate) * up
+
+
+def keys_and_values(m, x):
+    """Halves that are no gated unit stay one layer, whose output is cut."""
+    y = m.norm(x)
+    k, v = m.both(y).chunk(2, dim=-1)
+    return torch.cat((m.q(y), k, v), dim=-1)
+
+
+def relu_gated(m, x):
+    y = m.q(x)
+    gate, up = m.both(x).chunk(2, dim=-1)
+    return torch.relu(gate) * up + y.sum()
+
+
+def half_is_written(m, x):
+    gate, up = m.both(x).chunk(2, dim=-1)
+    gate.mul_(2)
+    return F.silu(gate) * up
 
 
 def half(m, x):
@@ -153,6 +191,9 @@ CALLS = {
     chunks: 1,
     splits: 1,
     sections: 1,
+    keys_and_values: 1,
+    relu_gated: 1,
+    half_is_written: 1,
     half: 1,
     uneven: 1,
     thirds: 1,
@@ -246,6 +287,27 @@ def given_input(m, x):
     return m.q(x)
 
 
+def dropped_out(m, x):
+    """In evaluation that is its input."""
+    return m.q(F.dropout(x, 0.1, training=False))
+
+
+def narrow_bias(m, x):
+    return F.linear(x * 2, m.q.weight, m.norm.weight[:1])
+
+
+def number_as_bias(m, x):
+    return F.linear(x * 2, m.q.weight, m.number)
+
+
+def others_linear(m, x):
+    return torch.ops.attnpatch_tests.linear(x * 2, m.q.weight)
+
+
+def others_silu(m, x):
+    return torch.ops.attnpatch_tests.silu(m.gate(x)) * m.up(x)
+
+
 def view_of_given(m, x):
     return m.q(x.view(1, WIDTH))
 
@@ -272,7 +334,11 @@ def written_input(m, x):
 
 
 @pytest.mark.parametrize(
-    "function", [two_rows, given_input, view_of_given, computed_weight, strided_weight, written_weight, written_input]
+    "function",
+    [
+        *(two_rows, given_input, view_of_given, dropped_out, computed_weight, strided_weight, written_weight),
+        *(written_input, narrow_bias, number_as_bias, others_linear),
+    ],
 )
 def test_what_stays(function):
     with torch.no_grad():
@@ -280,6 +346,13 @@ def test_what_stays(function):
     result, count, *_ = compiled(function, Block().bfloat16(), row())
     assert count == 0
     assert torch.equal(result, expected)
+
+
+def test_activations_of_other_libraries_stay():
+    expected = others_silu(Block().bfloat16(), row() * 2)
+    result, count, calls, _ = compiled(lambda m, x: others_silu(m, x * 2), Block().bfloat16(), row())
+    assert (count, arguments_of(calls[0])) == (1, (2, False, False, None))
+    torch.testing.assert_close(result, expected, rtol=0.02, atol=0.02)
 
 
 def test_float32_and_float64_stay():
