@@ -210,11 +210,13 @@ def _packed_integers(unpacking: Unpacking, weights: Tensor, axes: Axes) -> Packe
     multiplies = (by_norm[..., 1:].abs() > tiny).any(-1).any(-1).any(0)  # of both tensors of norms
     if (weights[:, 0, 1:].abs() > tiny).any() or (weights[:, 1 + 2 * n :, 1:].abs() > tiny).any() or multiplies.all():
         raise Refused("integers are multiplied with other numbers than one scale")
-    if (weights[:, 0, 0].abs() > tiny).any() or not multiplies.any():
+    if weights[:, 0, 0].any() or not multiplies.any():
         raise Refused("a constant is added to integers" if multiplies.any() else "no scale multiplies the integers")
     first = int(multiplies[1])
     norms = unpacking.norms if first == 0 else unpacking.norms[::-1]
     order, step, group = _one_each(by_norm[:, first, :, 1:], tiny)
+    if not torch.equal(order.sort().values, torch.arange(len(order))):
+        raise Refused("channels share an integer")
     sizes = [math.prod(shape(x.node)[len(x.rows) :]) for x in norms]
     if len(set(sizes)) > 1:
         raise Refused(f"{norms[0].node.name} has {sizes[0]} groups of channels and {norms[1].node.name} {sizes[1]}")

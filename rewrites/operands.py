@@ -107,8 +107,8 @@ def _unrepeated(node: Node, dims: Dims, axes: Axes, shared: Dims) -> tuple[Opera
 
 def regroups(node: Node) -> bool:
     """Whether ``node`` only regroups the dimensions of its input."""
-    if op(node) in RESHAPES:
-        return True
+    if op(node) in RESHAPES:  # but view(dtype), which reads other numbers
+        return bool(value(node).dtype == value(arg(node, 0, "input")).dtype)
     if op(node) != "getitem" or not is_tensor(node) or not is_tensor(arg(node, 0, "input")):
         return False
     items = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)

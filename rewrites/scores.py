@@ -108,7 +108,7 @@ def leads_to_product(node: Any, depth: int = 24) -> bool:
 
 def _path_operand(node: Node) -> Node:
     """The operand on the scores' path: the first that leads to a product."""
-    if op(node) in RESHAPES or regroups(node) or permutation(node) is not None or op(node) in CASTS:
+    if regroups(node) or permutation(node) is not None or op(node) in CASTS:
         return arg(node, 0, "input")
     inputs: dict[str, Any] = {"where": node.args[1:], "masked_fill": node.args[:1], "masked_fill_": node.args[:1]}
     for x in inputs.get(op(node), node.all_input_nodes):

@@ -267,6 +267,8 @@ class Unpacking:
 
     def _view(self, node: Node, rows: Dims) -> Channels:
         source = arg(node, 0, "input")
+        if value(source).dtype != value(node).dtype:
+            raise self._refused(node, rows)
         own = self._rows_before(source, node, rows)
         if own is None:
             return self._flat(source, node, rows)

@@ -54,8 +54,8 @@ def by_zero(codes, scale, zero):
     return ((grouped(codes, scale) - zero[..., None]) * scale[..., None]).flatten(-2)
 
 
-def by_shift(codes, scale, shift):
-    return (grouped(codes, scale) * scale[..., None] + shift[..., None]).flatten(-2)
+def by_shift(codes, scale, shift, unpacked=nibbles):
+    return (grouped(codes, scale, unpacked) * scale[..., None] + shift[..., None]).flatten(-2)
 
 
 def attends(one, attend=eager):
@@ -219,6 +219,14 @@ REFUSED = {
         lambda c, s, z: (grouped(c, s) * s[..., None] + z[..., :1, None]).flatten(-2),
         "other groups of channels than scales",
     ),
+    "one nibble twice": (
+        lambda c, s, z: by_shift(c, s, z, lambda c: torch.stack((c & 15, c & 15), -1).flatten(-2)),
+        "channels share an integer",
+    ),
+    "half of a unit in the last place of large numbers": (
+        lambda c, s, z: ((grouped(c, s) * 1e7) * (s[..., None] * 1e-7) + 0.5).flatten(-2),
+        "a constant is added",
+    ),
     "a rotation": (
         lambda c, s, z: by_zero(c, s, z) @ torch.tensor(ORTHOGONAL),
         "a matrix is behind them",
@@ -236,6 +244,14 @@ def test_codes_of_a_byte_each_stay():
     """Nothing says that they are below 16."""
     q, c, s, z = args()[:4]
     recording = record(lambda q, c, s, z: eager(q, *(repeat_kv(by_zero_of_bytes(c, s, z)),) * 2), q, nibbles(c), s, z)
+    assert recording.masks == ["none"]
+
+
+def test_nibbles_read_as_signed_stay():
+    def signed(c):
+        return torch.stack(((c << 4).view(torch.int8) >> 4, c.view(torch.int8) >> 4), -1).flatten(-2)
+
+    recording = check_same(attends(lambda c, s, z: by_shift(c, s, z, signed)), *args())
     assert recording.masks == ["none"]
 
 
