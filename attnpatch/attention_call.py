@@ -88,7 +88,7 @@ class AttentionCall(NamedTuple):
         cu_seqlens_k: int32 ``[batch + 1]``: K and V are packed too, and not in pages; or None.
         batch_invariant: the result of a sequence does not depend, to the bit, on the others of the batch.
         prefill_dtype: "fp8" allows a prefill to round q, k, v and the probabilities to float8_e4m3fn, with scales per
-            head; None, the default, does not.
+            head, of q per 128 rows of a head; None, the default, does not.
     """
 
     q: Tensor

@@ -192,7 +192,7 @@ def _input(fused: Fused, given: Set[Any]) -> tuple[Node, Node | None, float, tup
     if not isinstance(eps, float) or not all(map(is_plain, (source, weight))) or not _are_alike(x, source, weight):
         return x, None, 0.0, ()
     takes = (
-        memory(source) not in given
+        _is_computed(source, given)
         and _is_row(source)
         and shape(weight) == shape(source)[-1:]
         and value(weight).is_contiguous()

@@ -348,6 +348,20 @@ def test_what_stays(function):
     assert torch.equal(result, expected)
 
 
+def test_a_norm_of_a_given_input_stays():
+    """The layer reads what the norm's kernel made, and so not the norm's input itself."""
+
+    def of_given(m, x):
+        return m.q(m.norm(x))
+
+    def of_dropped_out(m, x):
+        return m.q(m.norm(F.dropout(x, 0.1, training=False)))
+
+    for function in (of_given, of_dropped_out):
+        _, count, calls, _ = compiled(function, Block().bfloat16(), row())
+        assert (count, arguments_of(calls[0])) == (1, (1, False, False, None)), function.__name__
+
+
 def test_activations_of_other_libraries_stay():
     expected = others_silu(Block().bfloat16(), row() * 2)
     result, count, calls, _ = compiled(lambda m, x: others_silu(m, x * 2), Block().bfloat16(), row())
