@@ -2,32 +2,11 @@
 
 import pytest
 import torch
-from torch import nn
 
 import attnpatch
 from attnpatch import dispatch
 from attnpatch.options import from_compile
-from attnpatch.testing.inputs import random_call
-
-
-class Attention(nn.Module):
-    def forward(self, q, k, v):
-        return (q @ k.transpose(-1, -2) * 0.3).softmax(dim=-1) @ v
-
-
-QKV = random_call(2, 2, 2, 5, 5, 8)[:3]
-
-
-def patched(**options):
-    return attnpatch.patch(Attention(), **options)
-
-
-def compiled(**options):
-    return torch.compile(Attention(), backend="attnpatch", options=options)
-
-
-def rewritten(**options):
-    return attnpatch.rewrite(torch.fx.symbolic_trace(Attention()), QKV, **options)[0]
+from tests.api.ways_in import QKV, WAYS_IN, Attention, rewritten
 
 
 @pytest.fixture
@@ -38,7 +17,7 @@ def calls(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("way_in", [patched, compiled, rewritten])
+@pytest.mark.parametrize("way_in", WAYS_IN)
 @pytest.mark.parametrize(
     ("options", "invariant", "names"),
     [
