@@ -31,16 +31,39 @@ class Turn(NamedTuple):
 def fuse_rotary(graph: Graph) -> int:
     """Compute every rotary embedding of a torch-level graph by ``attnpatch::rotary``; how many there were.
 
-    It rounds once, at the end, where models round three times. What is not spelled as such a turn exactly, or is
-    written in place on the way, stays as it is.
+    It rounds once, at the end, where models round three times. Two that turn by the same angles, as queries and keys
+    do, are one call. What is not spelled as such a turn exactly, or is written in place on the way, stays as it is.
     """
     fusing, sums = Fusing(graph), [node for node in graph.nodes if op(node) == "add"]
-    return sum(_put(fusing, turn) for node in sums if (turn := _turn(node)))
+    found = 0
+    while turn := _next_turn(sums):
+        rest = list(sums)
+        beside = _next_turn(rest)
+        if beside and _are_together(turn, beside) and _put(fusing, turn, beside):
+            sums, found = rest, found + 2
+        else:
+            found += _put(fusing, turn)
+    return found
 
 
-def _put(fusing: Fusing, turn: Turn) -> bool:
-    args = (turn.x, turn.cos, turn.sin)
-    return fusing.put(torch.ops.attnpatch.rotary.default, args, (turn.output,), turn.between)
+def _next_turn(sums: list[Node]) -> Turn | None:
+    """The first turn of these nodes, of which it and those before it are taken away."""
+    while sums:
+        if turn := _turn(sums.pop(0)):
+            return turn
+    return None
+
+
+def _are_together(turn: Turn, other: Turn) -> bool:
+    """Whether one call can stand in the place of the first for both."""
+    same = (turn.cos, turn.sin) == (other.cos, other.sin) and shape(turn.x)[-1] == shape(other.x)[-1]
+    return same and other.x < turn.output
+
+
+def _put(fusing: Fusing, *turns: Turn) -> bool:
+    args = ([turn.x for turn in turns], turns[0].cos, turns[0].sin)
+    between = [node for turn in turns for node in turn.between]
+    return fusing.put(torch.ops.attnpatch.rotary.default, args, [turn.output for turn in turns], between)
 
 
 def _turn(output: Node) -> Turn | None:

@@ -7,6 +7,7 @@ Letters: b batch, h head, t new token, d head dim.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnpatch.kernels.common.encode import encoded
 from attnpatch.kernels.common.primitives import head_base
@@ -153,8 +154,12 @@ def _cache_write_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Write BLOCK_T tokens of one head, but those whose position lies outside the cache or on no page."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     num_blocks = tl.cdiv(num_tokens, BLOCK_T)
     head = tl.program_id(0) // num_blocks
     b, h = head // num_kv_heads, head % num_kv_heads

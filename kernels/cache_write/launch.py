@@ -7,7 +7,7 @@ from collections.abc import Callable
 from attnpatch.attention_call import PACKED
 from attnpatch.kernels.cache_write.kernel import _cache_write_kernel
 from attnpatch.kernels.cache_write.reference import LIMITS
-from attnpatch.kernels.common.launcher import Launch
+from attnpatch.kernels.common.launcher import Launch, overlapping, overlaps
 from attnpatch.kernels.common.support import strides
 from attnpatch.tbq4 import blocks_of
 from attnpatch.writing import CacheWrite
@@ -61,6 +61,7 @@ def _launch(write: CacheWrite) -> Launch:
         BLOCK_D=_power_of_two(head_dim),
         BLOCK_DV=_power_of_two(head_dim_v),
         num_warps=4 if block_t == MANY_TOKENS else 1,
+        **overlapping(overlaps(write.k.device)),
     )
 
 

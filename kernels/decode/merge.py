@@ -2,7 +2,7 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnpatch.kernels.common.hadamard import unrotate
 from attnpatch.kernels.common.primitives import head_base, load_per_head, natural_lse, with_sink
@@ -66,6 +66,7 @@ def _merge_kernel(
 
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     m, l = statistics(partial, num_splits, num_rows.to(tl.int64) * HEAD_DIM_V, HEAD_DIM_V)
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)

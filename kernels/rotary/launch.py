@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnpatch.kernels.common.launcher import Launch
+from attnpatch.kernels.common.launcher import Launch, overlapping, overlaps
 from attnpatch.kernels.common.support import planned
 from attnpatch.kernels.rotary.kernel import _rotary_kernel
 
@@ -19,41 +20,47 @@ FEW = 1024
 
 
 class Rotary(NamedTuple):
-    """What the kernel reads."""
+    """What the kernel reads; cosines and sines of the shape of what they turn."""
 
-    x: Tensor
-    cos: Tensor
-    sin: Tensor
+    x_0: Tensor
+    cos_0: Tensor
+    sin_0: Tensor
+    x_1: Tensor | None = None
+    cos_1: Tensor | None = None
+    sin_1: Tensor | None = None
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotary(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> list[Tensor]:
     """:func:`attnpatch.rotary.rotary` of such arguments, which are checked already."""
-    o = torch.empty_like(x)
-    if o.numel() > 0:
-        call = Rotary(x, cos.expand(x.shape), sin.expand(x.shape))
-        planned(_launch, call)(call, o)
-    return o
+    outputs = [torch.empty_like(x) for x in xs]
+    there = [(x, o) for x, o in zip(xs, outputs, strict=True) if o.numel() > 0]
+    if there:
+        call = Rotary(*[t for x, _ in there for t in (x, cos.expand(x.shape), sin.expand(x.shape))])
+        planned(_launch, call)(call, *[o for _, o in there])
+    return outputs
 
 
 def _launch(call: Rotary) -> Launch:
-    x, half = call.x, call.x.shape[3] // 2
-    num_rows, block_h = x.numel() // x.shape[3], 1 << (half - 1).bit_length()
-    block_r = 1 if num_rows <= FEW else max(1, ELEMENTS // block_h)
+    turned = [call[:3], *([call[3:]] if call.x_1 is not None else [])]
+    half = call.x_0.shape[3] // 2
+    rows, block_h = [x.numel() // x.shape[3] for x, _, _ in turned], 1 << (half - 1).bit_length()
+    block_r = 1 if sum(rows) <= FEW else max(1, ELEMENTS // block_h)
+    strides = [tuple(t.stride() for t in (*given, torch.empty_like(given[0], device="meta"))) for given in turned]
+    sizes = [(given[0].shape[1], given[0].shape[2], count) for given, count in zip(turned, rows, strict=True)]
     return Launch(
         _rotary_kernel,
-        -(-num_rows // block_r),
+        sum(-(-count // block_r) for count in rows),
         call,
         Rotary._fields,
-        ("o",),
-        x_strides=x.stride(),
-        cos_strides=call.cos.stride(),
-        sin_strides=call.sin.stride(),
-        o_strides=torch.empty_like(x, device="meta").stride(),
-        size_1=x.shape[1],
-        size_2=x.shape[2],
-        num_rows=num_rows,
+        [f"o_{i}" for i in range(len(turned))],
+        **{} if len(turned) == 2 else {"o_1": None},
+        strides_0=strides[0],
+        strides_1=strides[-1],
+        sizes_0=sizes[0],
+        sizes_1=sizes[-1],
         HALF=half,
         BLOCK_R=block_r,
         BLOCK_H=block_h,
         num_warps=1 if block_r == 1 else 4,
+        **overlapping(overlaps(call.x_0.device)),
     )

@@ -17,12 +17,12 @@ COUNTED = {
 }
 
 FAMILIES = {
-    "Llama": {"norms": 5, "turns": 4},
-    "Mistral": {"norms": 5, "turns": 4},
-    "Qwen3": {"norms": 9, "turns": 4},  # of every query and key, too
-    "Phi3": {"norms": 5, "turns": 4},
-    "Olmo2": {"norms": 9, "turns": 4},
-    "Gemma2": {"norms": 9, "turns": 4},
+    "Llama": {"norms": 5, "turns": 2},
+    "Mistral": {"norms": 5, "turns": 2},
+    "Qwen3": {"norms": 9, "turns": 2},  # of every query and key, too
+    "Phi3": {"norms": 5, "turns": 2},
+    "Olmo2": {"norms": 9, "turns": 2},
+    "Gemma2": {"norms": 9, "turns": 2},
 }
 
 
@@ -57,7 +57,7 @@ def test_text_is_that_of_the_unpatched_model(graphs):
     expected = generate(make_model(num_hidden_layers=1), None)
     model = attnpatch.patch(make_model(num_hidden_layers=1), strict=True, cuda_graphs=False, cache="buffered")
     assert torch.equal(generate(model, None), expected)
-    assert graphs == [{"norms": 3, "turns": 2}] * 2  # prefill and decode
+    assert graphs == [{"norms": 3, "turns": 1}] * 2  # prefill and decode
 
 
 def test_gradients_are_of_the_models_own_operators(graphs):
@@ -74,12 +74,12 @@ def test_gradients_are_of_the_models_own_operators(graphs):
 
 
 DECODE = {
-    "Llama": {"linears": 9, "turns": 4, "norms": 1},  # the last norm, of which the head reads a slice
-    "Mistral": {"linears": 9, "turns": 4, "norms": 1},
-    "Qwen3": {"linears": 9, "turns": 4, "norms": 5},
-    "Phi3": {"linears": 9, "turns": 4, "norms": 1},  # gate and up are halves of one layer
+    "Llama": {"linears": 9, "turns": 2, "norms": 1},  # the last norm, of which the head reads a slice
+    "Mistral": {"linears": 9, "turns": 2, "norms": 1},
+    "Qwen3": {"linears": 9, "turns": 2, "norms": 5},
+    "Phi3": {"linears": 9, "turns": 2, "norms": 1},  # gate and up are halves of one layer
     "Olmo2": {"linears": 9, "norms": 9},  # behind the layers; it turns queries and keys in float32
-    "Gemma2": {"linears": 9, "turns": 4},  # it norms in float32, with one plus a weight
+    "Gemma2": {"linears": 9, "turns": 2},  # it norms in float32, with one plus a weight
 }
 
 

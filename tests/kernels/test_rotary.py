@@ -25,10 +25,10 @@ def arguments(shape, dtype, generator, angles_shape=None):
     return [t.to(dtype) for t in (torch.randn(shape, generator=generator), angles.cos(), angles.sin())]
 
 
-def check(run, x, cos, sin):
-    found = run(x, cos, sin)
-    assert (found.shape, found.dtype, found.stride()) == (x.shape, x.dtype, torch.empty_like(x).stride())
-    assert_same_function(found, written(x, cos, sin), written(x.double(), cos.double(), sin.double()))
+def check(run, *xs, cos, sin):
+    for x, found in zip(xs, run(xs, cos, sin), strict=True):
+        assert (found.shape, found.dtype, found.stride()) == (x.shape, x.dtype, torch.empty_like(x).stride())
+        assert_same_function(found, written(x, cos, sin), written(x.double(), cos.double(), sin.double()))
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
@@ -46,22 +46,28 @@ def test_shapes_and_strides(run, dtype, data):
         x = x.transpose(1, 2).contiguous().transpose(1, 2)
     if data.draw(st.booleans()):
         x = torch.cat((x, torch.full_like(x, torch.nan)), dim=-1)[..., : shape[3]]
-    check(run, x, cos[0] if broadcast[0] == 1 else cos, sin)
+    xs = [x]
+    if data.draw(st.booleans()):  # keys of fewer heads, whose rows lie otherwise
+        xs.append(torch.randn(shape[3], shape[2], broadcast[1], shape[0], generator=generator).permute(3, 2, 1, 0).to(dtype))
+    check(run, *xs, cos=cos[0] if broadcast[0] == 1 else cos, sin=sin)
 
 
 def test_many_rows_share_a_program():
     x, cos, sin = arguments([1, 3, 700, 6], torch.float32, torch.Generator().manual_seed(0), [1, 1, 700, 6])
     assert x.numel() // 6 > launch.FEW
-    check(launch.rotary, x, cos, sin)
+    check(launch.rotary, x, x[:, :1], cos=cos, sin=sin)
 
 
 def test_nothing():
-    assert launch.rotary(torch.zeros(1, 0, 3, 8), torch.zeros(3, 8), torch.zeros(3, 8)).shape == (1, 0, 3, 8)
+    x = torch.zeros(1, 0, 3, 8)
+    assert launch.rotary([x], torch.zeros(3, 8), torch.zeros(3, 8))[0].shape == x.shape
+    _, found = launch.rotary([x, torch.ones(1, 2, 3, 8)], torch.ones(3, 8), torch.zeros(3, 8))
+    assert found.eq(1).all()
 
 
 BAD = {
-    "x of rotary must be [a, b, c, channels], channels even; got (1, 2, 3, 5)": [(1, 2, 3, 5), (3, 5), (3, 5)],
-    "x of rotary must be [a, b, c, channels], channels even; got (3, 4)": [(3, 4), (3, 4), (3, 4)],
+    "x of rotary must be [a, b, c, channels], channels even and of one number; got (1, 2, 3, 5)": [(1, 2, 3, 5), (3, 5), (3, 5)],
+    "x of rotary must be [a, b, c, channels], channels even and of one number; got (3, 4)": [(3, 4), (3, 4), (3, 4)],
     "cos of rotary does not broadcast to x (1, 2, 3, 4); got (2, 4)": [(1, 2, 3, 4), (2, 4), (3, 4)],
     "sin of rotary does not broadcast to x (1, 2, 3, 4); got (1, 1, 1, 3, 4)": [(1, 2, 3, 4), (3, 4), (1, 1, 1, 3, 4)],
 }
@@ -70,18 +76,28 @@ BAD = {
 @pytest.mark.parametrize(("message", "shapes"), BAD.items())
 def test_bad_shapes(message, shapes):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        rotary.rotary(*map(torch.zeros, shapes))
+        x, cos, sin = map(torch.zeros, shapes)
+        rotary.rotary([x], cos, sin)
 
 
 def test_bad_dtype_and_device():
     x, angles = torch.zeros(1, 1, 1, 4), torch.zeros(4)
     with pytest.raises(ValueError, match=r"cos of rotary must be float16, bfloat16 or float32; got torch\.float64"):
-        rotary.rotary(x, angles.double(), angles)
+        rotary.rotary([x], angles.double(), angles)
     with pytest.raises(ValueError, match="sin of rotary is on meta, x on cpu; it needs all on one device"):
-        rotary.check(x, angles, angles.to("meta"))
+        rotary.check([x], angles, angles.to("meta"))
+
+
+def test_other_channels_and_numbers():
+    x, angles = torch.zeros(1, 1, 1, 4), torch.zeros(4)
+    with pytest.raises(ValueError, match=r"of one number; got \(1, 1, 1, 4\), \(1, 1, 1, 2\)"):
+        rotary.rotary([x, x[..., :2]], angles, angles)
+    for count in (0, 3):
+        with pytest.raises(ValueError, match=f"rotary turns one or two tensors; got {count}"):
+            rotary.check([x] * count, angles, angles)
 
 
 def test_the_operator():
-    args = arguments([2, 3, 5, 8], torch.bfloat16, torch.Generator().manual_seed(1), [2, 1, 5, 8])
-    check(rotary.rotary, *args)
-    torch.library.opcheck(torch.ops.attnpatch.rotary.default, tuple(args))
+    x, cos, sin = arguments([2, 3, 5, 8], torch.bfloat16, torch.Generator().manual_seed(1), [2, 1, 5, 8])
+    check(rotary.rotary, x, x[:, 1:], cos=cos, sin=sin)
+    torch.library.opcheck(torch.ops.attnpatch.rotary.default, ([x, x[:, 1:]], cos, sin))

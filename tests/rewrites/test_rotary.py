@@ -38,6 +38,35 @@ def twice(x, cos, sin):
     return llama(llama(x, cos, sin), cos, sin)
 
 
+def turned(x, cos, sin):
+    return x * cos + rotate_half(x) * sin
+
+
+def of_two(x, cos, sin):
+    """Queries, and keys of fewer heads."""
+    keys, cos, sin = x[:, :2] * 2, cos[:, None], sin[:, None]
+    return torch.cat((turned(x, cos, sin), turned(keys, cos, sin)), dim=1)
+
+
+def of_two_one_after_the_other(x, cos, sin):
+    cos, sin = cos[:, None], sin[:, None]
+    queries = turned(x, cos, sin)
+    return torch.cat((queries, turned(queries[:, :2], cos, sin)), dim=1)
+
+
+def of_one_and_one_that_stays(x, cos, sin):
+    """The second is written to on the way."""
+    cos, sin = cos[:, None], sin[:, None]
+    keys = x[:, :2] * 2
+    queries, across = turned(x, cos, sin), rotate_half(keys)
+    across[..., :2] = 3
+    return torch.cat((queries, keys * cos + across * sin), dim=1)
+
+
+def by_other_angles(x, cos, sin):
+    return llama(x, cos, sin) + llama(x, sin, cos)
+
+
 def backwards(x, cos, sin):
     return x * cos[:, None] + torch.cat((x[..., : D // 2], -x[..., D // 2 :]), dim=-1) * sin[:, None]
 
@@ -115,12 +144,24 @@ def arguments(dtype, table_dtype=None):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("function", [llama, by_chunks, by_split, partial, twice])
-def test_turns(function, dtype):
+@pytest.mark.parametrize(
+    ("function", "turns", "expected"),
+    [
+        (llama, 1, 1),
+        (by_chunks, 1, 1),
+        (by_split, 1, 1),
+        (partial, 1, 1),
+        (twice, 2, 2),
+        (of_two, 2, 1),
+        (of_two_one_after_the_other, 2, 2),
+        (of_one_and_one_that_stays, 1, 1),
+        (by_other_angles, 2, 2),
+    ],
+)
+def test_turns(function, turns, expected, dtype):
     args = arguments(dtype)
     result, found, calls = compiled(function, *args)
-    turns = 2 if function is twice else 1
-    assert (found, calls, result.dtype) == (turns, turns, dtype)
+    assert (found, calls, result.dtype) == (turns, expected, dtype)
     assert_same_function(result, function(*args), run_float64(function, *args))
 
 
