@@ -13,6 +13,7 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from attnpatch.caches.buffered import BOUNDED, BufferedCache
+from attnpatch.caches.stops import defer_stops
 from attnpatch.caches.tbq4 import TBQ4Cache
 from attnpatch.patching import unwrapped
 
@@ -30,6 +31,8 @@ Forward = Callable[..., Any]
 def choose_cache(model: nn.Module, name: str) -> CacheChoice | None:
     """What gives caches to the model's calls; None where "auto" finds no use for one.
 
+    From then on :func:`attnpatch.caches.stops.defer_stops` holds, for caches of ours alone.
+
     Args:
         model: any module.
         name: of CACHES, or "auto".
@@ -37,6 +40,7 @@ def choose_cache(model: nn.Module, name: str) -> CacheChoice | None:
     Raises:
         ValueError: the model has no use for the cache named.
     """
+    defer_stops()
     if name != "auto":
         return CacheChoice(model, name)
     try:

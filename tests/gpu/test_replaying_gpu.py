@@ -48,6 +48,45 @@ def test_tokens(rest, mode):
     assert replayed >= 3 * 2 * 20
 
 
+class Quiet:
+    """A processor of logits: an error where the host waits for the device between the eighth token and the twelfth."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, input_ids, scores):
+        self.count += 1
+        if self.count in (8, 12):
+            torch.cuda.set_sync_debug_mode("error" if self.count == 8 else "default")
+        return scores
+
+
+@pytest.fixture
+def quiet():
+    yield Quiet()
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind", [BufferedCache, TBQ4Cache])
+def test_nothing_waits_between_tokens(kind, quiet):
+    model = tiny_llama(torch.float32)
+    with attnpatch.patched(model, strict=True, cuda_graphs=True):
+        generate(model, kind(model), eos_token_id=3, logits_processor=[quiet])
+    assert quiet.count >= 12
+
+
+def test_text_that_ends_by_itself():
+    """Sequences end at different lengths, and one token is computed too many."""
+    model = tiny_llama(torch.float32)
+    options = {"eos_token_id": generate(model, max_new_tokens=9)[:, -1].tolist(), "max_new_tokens": 24}
+    expected = generate(model, **options)
+    assert expected.shape[1] < 37 + 24
+    with attnpatch.patched(model, strict=True, cuda_graphs=True):
+        cache = BufferedCache(model)
+        assert torch.equal(generate(model, cache, **options), expected)
+    assert cache.get_seq_length() == expected.shape[1] - 1
+
+
 def test_prompt_lookup():
     model = tiny_llama(torch.float32)
     expected = generate(model, batch=1, prompt_lookup_num_tokens=3)
