@@ -21,7 +21,7 @@ def defer_stops() -> None:
     utils.DeferredStopCheck = Deferred
 
 
-class Deferred(utils.DeferredStopCheck):  # type: ignore[misc]
+class Deferred(utils.DeferredStopCheck):
     """transformers' own, for a :class:`BufferedCache` on a GPU, too."""
 
     device_type = "cuda"

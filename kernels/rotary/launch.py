@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,19 +41,20 @@ def rotary(xs: Sequence[Tensor], cos: Tensor, sin: Tensor) -> list[Tensor]:
 
 
 def _launch(call: Rotary) -> Launch:
-    turned = [call[:3], *([call[3:]] if call.x_1 is not None else [])]
+    turned: list[Any] = [call[:3]] if call.x_1 is None else [call[:3], call[3:]]
     half = call.x_0.shape[3] // 2
     rows, block_h = [x.numel() // x.shape[3] for x, _, _ in turned], 1 << (half - 1).bit_length()
     block_r = 1 if sum(rows) <= FEW else max(1, ELEMENTS // block_h)
     strides = [tuple(t.stride() for t in (*given, torch.empty_like(given[0], device="meta"))) for given in turned]
-    sizes = [(given[0].shape[1], given[0].shape[2], count) for given, count in zip(turned, rows, strict=True)]
+    sizes = [(x.shape[1], x.shape[2], count) for (x, _, _), count in zip(turned, rows, strict=True)]
+    absent: dict[str, Any] = {} if len(turned) == 2 else {"o_1": None}
     return Launch(
         _rotary_kernel,
         sum(-(-count // block_r) for count in rows),
         call,
         Rotary._fields,
         [f"o_{i}" for i in range(len(turned))],
-        **{} if len(turned) == 2 else {"o_1": None},
+        **absent,
         strides_0=strides[0],
         strides_1=strides[-1],
         sizes_0=sizes[0],

@@ -48,7 +48,9 @@ def test_shapes_and_strides(run, dtype, data):
         x = torch.cat((x, torch.full_like(x, torch.nan)), dim=-1)[..., : shape[3]]
     xs = [x]
     if data.draw(st.booleans()):  # keys of fewer heads, whose rows lie otherwise
-        xs.append(torch.randn(shape[3], shape[2], broadcast[1], shape[0], generator=generator).permute(3, 2, 1, 0).to(dtype))
+        xs.append(
+            torch.randn(shape[3], shape[2], broadcast[1], shape[0], generator=generator).permute(3, 2, 1, 0).to(dtype)
+        )
     check(run, *xs, cos=cos[0] if broadcast[0] == 1 else cos, sin=sin)
 
 
@@ -65,9 +67,10 @@ def test_nothing():
     assert found.eq(1).all()
 
 
+EVEN = "x of rotary must be [a, b, c, channels], channels even and of one number; got "
 BAD = {
-    "x of rotary must be [a, b, c, channels], channels even and of one number; got (1, 2, 3, 5)": [(1, 2, 3, 5), (3, 5), (3, 5)],
-    "x of rotary must be [a, b, c, channels], channels even and of one number; got (3, 4)": [(3, 4), (3, 4), (3, 4)],
+    EVEN + "(1, 2, 3, 5)": [(1, 2, 3, 5), (3, 5), (3, 5)],
+    EVEN + "(3, 4)": [(3, 4), (3, 4), (3, 4)],
     "cos of rotary does not broadcast to x (1, 2, 3, 4); got (2, 4)": [(1, 2, 3, 4), (2, 4), (3, 4)],
     "sin of rotary does not broadcast to x (1, 2, 3, 4); got (1, 1, 1, 3, 4)": [(1, 2, 3, 4), (3, 4), (1, 1, 1, 3, 4)],
 }
@@ -75,8 +78,8 @@ BAD = {
 
 @pytest.mark.parametrize(("message", "shapes"), BAD.items())
 def test_bad_shapes(message, shapes):
+    x, cos, sin = map(torch.zeros, shapes)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        x, cos, sin = map(torch.zeros, shapes)
         rotary.rotary([x], cos, sin)
 
 
