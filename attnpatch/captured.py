@@ -19,6 +19,10 @@ from attnpatch.graph import Writes, arg, memory, op, root, value, written_by
 MAX_COPIED = 1 << 20
 """Bytes of an input that is copied before each replay; a larger one must stay where it is."""
 
+MADE_ANEW = (torch.bool, torch.int32, torch.int64)
+"""Dtypes of masks, ids and positions, which no call has where the last one had them: copied whatever their size. A mask
+of 32 sequences of 4,352 tokens has 1.1 MB."""
+
 
 class Inputs(NamedTuple):
     """Places of a graph's inputs.
@@ -78,7 +82,7 @@ class Inputs(NamedTuple):
 def _stays(x: Tensor) -> bool:
     """Whether a tensor is a module's, as Dynamo marks those, or too large to be copied."""
     is_own = isinstance(x, nn.Parameter) or get_static_address_type(x) is not None
-    return is_own or x.numel() * x.element_size() > MAX_COPIED
+    return is_own or (x.dtype not in MADE_ANEW and x.numel() * x.element_size() > MAX_COPIED)
 
 
 def _parts(x: Any) -> list[str]:

@@ -257,7 +257,9 @@ def measure_generate(case: Case, impl: str, tbps: float = READ_TBPS, new_tokens:
         "impl": impl,
         "ms": ms,
         "floor_ms": floor_ms(model, case, tbps, chosen.gpus),
-        "step_ms": None if "cache_implementation" in chosen.generate else step_ms(model, output.past_key_values, case.batch),
+        "step_ms": None
+        if "cache_implementation" in chosen.generate
+        else step_ms(model, output.past_key_values, case.batch),
         "first_token_s": marks.times[0] - start,
         "fourth_token_s": marks.times[3] - start,
         "peak_gb": peak,

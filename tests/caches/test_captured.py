@@ -9,14 +9,15 @@ from attnpatch.captured import Inputs
 from attnpatch.ops import cache_write
 
 
-def test_inputs_are_kept_where_they_are_large_written_or_parameters():
+def test_inputs_are_kept_where_they_are_large_written_or_parameters_but_masks():
     graph = torch.fx.Graph()
-    tensors = [torch.zeros(4), nn.Parameter(torch.zeros(4)), torch.zeros(4), torch.zeros(1 << 19), 3]
+    mask, ids = torch.ones(32, 4352, dtype=torch.int64), torch.ones(32, 1, dtype=torch.int64)
+    tensors = [torch.zeros(4), nn.Parameter(torch.zeros(4)), torch.zeros(4), torch.zeros(1 << 19), 3, mask, ids]
     nodes = [graph.placeholder(f"x{i}") for i in range(len(tensors))]
     for node, x in zip(nodes, tensors, strict=True):
         node.meta["example_value"] = x
     graph.call_method("add_", (nodes[2], 1))
-    assert Inputs.of(graph, tensors) == Inputs(kept=(1, 2, 3), copied=(0,), numbers=(4,))
+    assert Inputs.of(graph, tensors) == Inputs(kept=(1, 2, 3), copied=(0, 5, 6), numbers=(4,))
 
 
 def test_buffers_of_modules_are_kept():
