@@ -56,7 +56,8 @@ def random_call(
         device: where.
         seed: of the generator.
         terms: further fields of AttentionCall; ``sm_scale`` defaults to ``head_dim ** -0.5``, and a 4-D
-            ``attn_mask`` is expanded to the scores' shape, ``key_bounds`` likewise; ``lse=True`` asks for one.
+            ``attn_mask`` is expanded to the scores' shape, ``key_bounds`` and ``key_padding`` likewise; ``lse=True``
+            asks for one.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
@@ -71,6 +72,8 @@ def random_call(
         terms["attn_mask"] = terms["attn_mask"].expand(batch, num_heads, seqlen_q, seqlen_k)
     if terms.get("key_bounds") is not None:
         terms["key_bounds"] = terms["key_bounds"].expand(batch, num_heads, seqlen_q, 3)
+    if terms.get("key_padding") is not None:
+        terms["key_padding"] = terms["key_padding"].expand(batch, seqlen_k)
     if terms.get("lse") is True:
         terms["lse"] = torch.empty(batch, num_heads, seqlen_q, device=device)
     terms.setdefault("sm_scale", head_dim**-0.5)

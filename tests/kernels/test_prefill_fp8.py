@@ -121,7 +121,7 @@ MASKS = {
 @pytest.mark.parametrize("terms", MASKS.values(), ids=MASKS)
 def test_masks(terms):
     """Keys that nobody sees are NaN and count in no scale; tiles with holes are triton.prefill's, in 16 bits."""
-    call = call_of(**{"seqlen_q": 300, "window_right": None, **terms})
+    call = call_of(batch=2, **{"seqlen_q": 300, "window_right": None, **terms})
     dead = hidden_keys(call).all(dim=2).all(dim=1)[:, None, :, None]
     check(call._replace(k=call.k.masked_fill(dead, math.nan), v=call.v.masked_fill(dead, math.nan)))
 
