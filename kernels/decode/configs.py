@@ -203,7 +203,8 @@ def _kind(call: AttentionCall, alignment: int) -> str:
         return "float32"
     rows = call.q.shape[2] * call.group_size
     if any(form.unpack in INTEGER_WORDS.values() for form in forms):
-        return "4 bit, 64 rows" if call.cu_seqlens_q is not None or rows > 16 else "4 bit"
+        many = call.cu_seqlens_q is not None or rows > 16
+        return "4 bit, 64 rows" if many and unpacks_alike(call) else "4 bit"
     if call.cu_seqlens_q is not None:
         return "64 rows, packed"  # of a sequence, nobody here knows how many
     if rows > 16:

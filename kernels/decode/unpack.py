@@ -168,7 +168,7 @@ def unpacks_alike(call: AttentionCall) -> bool:
 
     The ptxas of Triton 3.6 otherwise adds to uniform registers that it never set, where it works out the descriptors
     of V's first plane: even columns came out wrong (K of 128, V of 64 channels in int8), or an address was out of
-    bounds (K in int8, V in codes; H200, 2026-11-30).
+    bounds (K in int8, V in codes or in integers of 4 bits; H200, 2026-11-30 and 2026-12-01).
     """
     sides = (call.k, call.k_shift), (call.v, call.v_shift)
     kinds = {(x.dtype == PACKED, shift is not None and shift.shape[3]) for x, shift in sides if x.dtype.itemsize == 1}

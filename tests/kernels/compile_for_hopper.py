@@ -28,7 +28,8 @@ from attnpatch.kernels.prefill_hopper import fp8
 from attnpatch.kernels.prefill_hopper import launch as hopper_launch
 from attnpatch.kernels.prefill_hopper import packed as hopper_packed
 from attnpatch.linear import Layers
-from attnpatch.testing.inputs import key_bounds
+from attnpatch.testing.inputs import integers, key_bounds, quantised
+from tests.kernels.uniform_registers import unset
 
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 PRODUCTS = r"\b(?:HGMMA|QGMMA|HMMA|IMMA)\b"
@@ -86,6 +87,7 @@ def facts(compiled, runs):
     in_loops = {name: by_run(sass, p, runs) for name, p in (("spills", SPILLS), ("narrow loads", NARROW_LOADS))}
     return {
         "shared": compiled.metadata.shared,
+        "reads of unset registers": unset(sass),
         **found,
         **{f"{name} by run": counts for name, counts in in_loops.items()},
     }
@@ -245,6 +247,15 @@ def in_integers(call, groups):
     return call._replace(k=x, v=x, k_scale=scale, v_scale=scale, k_shift=scale, v_shift=scale)
 
 
+def in_integers_and_int8(call):
+    """``call`` with one of K and V in int8 and the other in integers of 4 bits, by the one in int8."""
+    fours, bytes8 = integers(call, 2, 2), quantised(call, torch.int8)
+    return {
+        "K": fours._replace(k=bytes8.k, k_scale=bytes8.k_scale, k_shift=None),
+        "V": fours._replace(v=bytes8.v, v_scale=bytes8.v_scale, v_shift=None),
+    }
+
+
 def in_pages(call):
     k, v = (torch.empty(16, 2, 16, x.shape[3], dtype=x.dtype) for x in (call.k, call.v))
     scale = None if call.k_scale is None else torch.ones(16, 2, 16)
@@ -304,6 +315,11 @@ def decode_rows():
     for name, call in calls.items():
         kind = name[: name.index(" 128")]
         rows[f"decode {name}"], _ = compile_decode(call, configs[kind][128], 1 if "terms" in name else 2)
+    for dtype in (torch.bfloat16, torch.float16):
+        for side, call in in_integers_and_int8(make_call(128, 20, dtype, CAUSAL)).items():
+            with mock.patch.object(torch.Tensor, "is_cuda", True):
+                kind = decode_configs._kind(call, 16)
+            rows[f"decode {kind} 128 {side} in int8, {dtype}"], _ = compile_decode(call, configs[kind][128])
     return rows
 
 

@@ -10,6 +10,7 @@ import pytest
 import triton
 
 from attnpatch.kernels.decode.configs import MANY_ROWS_BYTES
+from tests.kernels.uniform_registers import unset
 
 HERE = Path(__file__).parent
 NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -131,6 +132,32 @@ def test_shared_memory(rows):
             SHARED_MEMORY if "descriptor" in words else MANY_ROWS_BYTES if many_rows(name) else SMALLEST_SHARED_MEMORY
         )
         assert row["shared"] <= (SMALLEST_SHARED_MEMORY if "small" in words else most), name
+
+
+def test_registers_are_set_before_they_are_read(rows):
+    """Uniform ones, which ptxas forgets where K and V unpack into different planes: unpack.unpacks_alike."""
+    for name, row in rows.items():
+        assert not row["reads of unset registers"], (name, row["reads of unset registers"])
+
+
+CODE = """
+        /*0000*/                   ULDC.64 UR4, c[0x0][0x208] ;
+        /*0010*/               @P0 BRA `(.L_x_0) ;
+        /*0020*/                   R2UR UR6, R2 ;
+.L_x_0:
+        /*0030*/                   UIADD3 UR8, UP0, UR6, 0x40, URZ ;
+        /*0040*/                   LDG.E R2, desc[UR4][R2.64] ;
+        /*0050*/                   HGMMA.64x32x16.F32 R24, R8, gdesc[UR8].tnspB, R24 ;
+        /*0060*/                   EXIT ;
+"""
+
+
+def test_unset_registers_are_found():
+    """UR6 is set on one of two paths; of UR8 to UR11 a product with its left operand in registers reads two."""
+    assert [line.split()[1] for line in unset(CODE)] == ["UIADD3", "HGMMA.64x32x16.F32"]
+    repaired = CODE.replace("R2UR UR6, R2", "R2UR UR10, R2").replace("UR6, 0x40", "UR5, 0x40")
+    assert [line.split()[1] for line in unset(repaired)] == ["HGMMA.64x32x16.F32"]
+    assert not unset(repaired.replace("@P0 BRA `(.L_x_0)", "UMOV UR11, 0x40000040"))
 
 
 def test_prefill_multiplies_by_warpgroup(rows):
