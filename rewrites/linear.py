@@ -21,6 +21,7 @@ from attnpatch.fusing import Fusing
 from attnpatch.graph import arg, emit, erase_dead, is_plain, is_product, memory, only_user, op, shape, value
 from attnpatch.linear import MOST
 
+DROPOUTS = (F.dropout, torch.dropout, torch.ops.aten.dropout.default)
 LAYERS = (F.linear, torch.ops.aten.linear.default)
 ACTIVATIONS = (F.silu, F.gelu, torch.ops.aten.silu.default, torch.ops.aten.gelu.default)
 """By function and not by name: other libraries have operators of these names."""
@@ -42,6 +43,7 @@ def fuse_linears(graph: Graph) -> int:
     It computes in float32 and rounds once, at the end, where models round after each operator. Layers of more rows,
     in float32, or whose weights are computed in the graph or wrap other tensors stay as they are.
     """
+    _skip_dropouts(graph)
     for layer in filter(_is_of_one_row, list(graph.nodes)):
         _part(layer)
     fusing, by_input = Fusing(graph), dict[Node, list[Node]]()
@@ -51,6 +53,14 @@ def fuse_linears(graph: Graph) -> int:
             continue
         by_input.setdefault(_tensors(layer)[0], []).append(layer)
     return sum(_put(fusing, fused, given) for layers in by_input.values() for fused in _calls(layers))
+
+
+def _skip_dropouts(graph: Graph) -> None:
+    """Leave out those that give what they are given, as before the residuals of some models that are evaluated."""
+    for node in list(graph.nodes):
+        if node.target in DROPOUTS and not arg(node, 2, "training", True):
+            node.replace_all_uses_with(_node(node, 0, "input"))
+            graph.erase_node(node)
 
 
 def _tensors(layer: Node) -> tuple[Node, Node, Node | None]:

@@ -23,6 +23,7 @@ FAMILIES = {
     "Phi3": {"norms": 5, "turns": 2},
     "Olmo2": {"norms": 9, "turns": 2},
     "Gemma2": {"norms": 9, "turns": 2},
+    "Starcoder2": {"turns": 2},
 }
 
 
@@ -80,6 +81,7 @@ DECODE = {
     "Phi3": {"linears": 9, "turns": 2, "norms": 1},  # gate and up are halves of one layer
     "Olmo2": {"linears": 9, "norms": 9},  # behind the layers; it turns queries and keys in float32
     "Gemma2": {"linears": 9, "turns": 2},  # it norms in float32, with one plus a weight
+    "Starcoder2": {"linears": 9, "turns": 2},  # dropouts before its residuals drop nothing
 }
 
 

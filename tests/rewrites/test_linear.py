@@ -139,6 +139,17 @@ def thirds(m, x):
     return first.sum() * second.sum() * third
 
 
+def evaluated(m, x):
+    """Dropouts that drop nothing, as StarCoder2's and GPT-NeoX's."""
+    inner = F.dropout(F.silu(m.gate(x)) * m.up(x), 0.1, training=False)
+    return x + torch.dropout(m.down(inner), 0.5, False)
+
+
+def trained(m, x):
+    """Of none, but it might be of some."""
+    return x + F.dropout(m.down(m.up(x)), 0.0)
+
+
 def two_units_of_one_input(m, x):
     return F.silu(m.gate(x)) * m.up(x) + F.gelu(m.gate(x)) * m.up(x)
 
@@ -198,6 +209,8 @@ CALLS = {
     uneven: 1,
     thirds: 1,
     thirds_of_six: 1,
+    evaluated: 2,
+    trained: 2,
     two_units_of_one_input: 2,
     square: 1,
     gate_is_read_elsewhere: 1,
@@ -273,6 +286,8 @@ def test_what_goes_into_the_calls():
         assert all(activation is None for *_, activation in found[function]), function.__name__
     for function, name in ((chunks, "silu"), (splits, "gelu"), (sections, "gelu")):
         assert found[function] == [(2, False, False, name)], function.__name__
+    assert found[evaluated] == [(2, False, False, "silu"), (1, False, True, None)]
+    assert found[trained] == [(1, False, False, None)] * 2
     assert [found[f] for f in (half, uneven, thirds, thirds_of_six)] == [[(1, False, False, None)]] * 4
     assert {activation for *_, activation in found[two_units_of_one_input]} == {"silu", "gelu"}
     assert sorted(found[gated], key=str) == [(1, 1e-05, False, None), (1, 1e-05, False, None), (1, False, True, None)]
