@@ -5,6 +5,9 @@
     attention_backward   of both
     key_bounds           a mask as the term of that name
     cache_write          new keys and values into caches, in place
+    with_recent          K or V with its first and most recent tokens as they were
+    recent_keys          which tokens these are
+    merge                two attentions on different keys as one
     rotary               queries and keys turned by their positions
     linear               linear layers of one row
 
@@ -23,7 +26,7 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._library.autograd import Info, make_autograd_impl
 
-from attnpatch import dispatch, linear, masking, rotary, writing
+from attnpatch import dispatch, linear, masking, merging, recent, rotary, writing
 from attnpatch.attention_call import AttentionCall, new_output
 from attnpatch.checking import check_mask_dtype, known_call, make_call, views
 from attnpatch.kernels.common.support import kind_of, plan_of
@@ -47,6 +50,8 @@ for _schema in (
     f"attention_backward(Tensor grad_o, Tensor? grad_lse, {_TERMS}) -> ({', '.join(['Tensor'] * 6)})",
     "key_bounds(Tensor mask) -> Tensor",
     writing.SCHEMA,
+    *recent.SCHEMAS,
+    merging.SCHEMA,
     rotary.SCHEMA,
     linear.SCHEMA,
 ):
@@ -296,6 +301,7 @@ _OPERATORS = {
     "attention_backward": (_attention_backward, _attention_backward_fake),
     "key_bounds": (_key_bounds, _key_bounds_fake),
     "cache_write": (writing.run, writing.fake),
+    "merge": (merging.run, merging.fake),
     "rotary": (rotary.run, rotary.fake),
     "linear": (linear.run, linear.fake),
 }
@@ -303,5 +309,7 @@ for _name, (_run, _fake) in _OPERATORS.items():
     for _device in ("CPU", "CUDA"):
         _LIBRARY.impl(_name, _run, _device)
     torch.library.register_fake(f"attnpatch::{_name}", _fake, lib=_LIBRARY)
+for _name, _run in recent.COMPOSITES.items():
+    _LIBRARY.impl(_name, _run, "CompositeImplicitAutograd")
 for _name, _run in (("attention", _attention), ("attention_lse", _attention_lse)):
     _register_autograd(_name, _run)

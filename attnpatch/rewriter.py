@@ -16,10 +16,11 @@ from attnpatch.attention_call import words_of_dtype
 from attnpatch.edges import tensor_nodes
 from attnpatch.emitter import Emitter
 from attnpatch.errors import Refused
-from attnpatch.graph import Writes, follow_writes, module_path, place, value
+from attnpatch.graph import Writes, follow_writes, module_path, place, shape, value
 from attnpatch.inlining import inline_calls
 from attnpatch.mask_words import sentence
-from attnpatch.rule import Rule, Scaling, Site
+from attnpatch.recent import FIRST, window_of
+from attnpatch.rule import Recent, Rule, Scaling, Site
 
 
 @dataclass
@@ -35,6 +36,8 @@ class SiteRecord:
     num_kv_heads: int = 0
     head_dim: int = 0
     dtype: str = ""
+    operators: int = 1
+    """How many stand for it: two where recent tokens are not read as codes."""
 
     @property
     def fused(self) -> bool:
@@ -87,6 +90,7 @@ def _rewrite_site(rule: Rule, node: Node, emitter: Emitter) -> SiteRecord:
     except Refused as refusal:
         return SiteRecord(module, rule.name, str(refusal), where)
     record = _record(site, rule, module, where)
+    record.operators = 1 if site.storage.recent is None else 2
     record.mask = sentence(words(site.terms), _storage_words(site))
     emitter.replace(site, writes)
     return record
@@ -105,7 +109,13 @@ def _storage_words(site: Site) -> list[str]:
     stored = site.storage
     codes = [("K", site.k, stored.k_scales, stored.k_scaling), ("V", site.v, stored.v_scales, stored.v_scaling)]
     quantised = [f"{_form(x.node, scaling)} {name}" for name, x, scales, scaling in codes if scales is not None]
-    return [*([] if stored.block_table is None else ["pages"]), *quantised, *stored.kept]
+    recent = [] if stored.recent is None else [_recent_words(stored.recent)]
+    return [*([] if stored.block_table is None else ["pages"]), *quantised, *recent, *stored.kept]
+
+
+def _recent_words(recent: Recent) -> str:
+    tokens = window_of(shape(recent.window[0])[2])
+    return f"first {FIRST} and last {tokens} tokens as they were"
 
 
 def _form(codes: Node, scaling: Scaling | None) -> str:

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from attnpatch.affine import Affine
 from attnpatch.axes import Dims, Step
-from attnpatch.graph import Writes
+from attnpatch.graph import Writes, arg
 
 
 class Operand(NamedTuple):
@@ -66,6 +66,27 @@ class Scaling(NamedTuple):
     of_both: float = 0.0
 
 
+class Recent(NamedTuple):
+    """First and recent tokens of K and V that are kept as they were; see :mod:`attnpatch.recent`.
+
+    Args:
+        k_ring: where those of K are, arranged to ``[batch, num_kv_heads, rows, head_dim]``; None where K is no codes,
+            and is read itself.
+        v_ring: likewise of V.
+        read: the node that reads K, or V, ``with_recent(multiplied out, ring, position, new)``.
+    """
+
+    k_ring: Operand | None
+    v_ring: Operand | None
+    read: Node
+
+    @property
+    def window(self) -> tuple[Node, Node, Any]:
+        """A ring, the position of the forward's first token and how many tokens it has: which tokens are recent."""
+        ring, position = arg(self.read, 1, "ring"), arg(self.read, 2, "position")
+        return ring, position, arg(self.read, 3, "new")
+
+
 class Storage(NamedTuple):
     """How K and V lie in memory.
 
@@ -83,6 +104,7 @@ class Storage(NamedTuple):
         kept: sentences that say why K or V is unpacked in the graph although it is made of codes.
         k_scaling: of integers of 4 bits, what they are multiplied by and what is added; None of all else.
         v_scaling: likewise of v.
+        recent: tokens that are read as they were, not as what their codes stand for; None = there are none.
     """
 
     dtype: torch.dtype
@@ -96,6 +118,7 @@ class Storage(NamedTuple):
     kept: tuple[str, ...] = ()
     k_scaling: Scaling | None = None
     v_scaling: Scaling | None = None
+    recent: Recent | None = None
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from attnpatch.attention_call import PACKED, QUANTISED, width_of
 
 SCHEMA = (
     "cache_write(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor positions, "
-    "Tensor? block_table=None, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None) -> ()"
+    "Tensor? block_table=None, Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, int? ring_from=None) -> ()"
 )
 
 
@@ -25,6 +25,7 @@ def cache_write(
     block_table: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    ring_from: int | None = None,
 ) -> None:
     """Write the keys and values of new tokens into caches, in place and in one launch.
 
@@ -47,11 +48,14 @@ def cache_write(
             1 where a key is zero. int8 rounds ties to even. A key that holds NaN or infinity reads back as NaN.
             Beside TBQ4 codes, float16 ``[.., num_blocks]``: gets the norm per block.
         v_scale: likewise for v_cache.
+        ring_from: the row from which on the caches are a ring, None = they are none: position p behind it is row
+            ``ring_from + (p - ring_from) % (capacity - ring_from)``, and of more tokens than fit the last ones stay.
+            positions are ``[]`` then, and there is no block_table.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or a cache is expanded; the message names them.
     """
-    torch.ops.attnpatch.cache_write(k_cache, v_cache, k, v, positions, block_table, k_scale, v_scale)
+    torch.ops.attnpatch.cache_write(k_cache, v_cache, k, v, positions, block_table, k_scale, v_scale, ring_from)
 
 
 class CacheWrite(NamedTuple):
@@ -65,6 +69,7 @@ class CacheWrite(NamedTuple):
     block_table: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    ring_from: int | None = None
 
 
 def run(*args: Any) -> None:
@@ -108,9 +113,19 @@ def check(write: CacheWrite) -> None:
     _check_cache("v", write.v_cache, write.v, write.v_scale)
     _check_positions(write.positions, *write.k.shape[:3:2])
     _check_places(write.k_cache, write.block_table, write.k.shape[0])
+    if write.ring_from is not None:
+        _check_ring(write, write.ring_from)
     for name, x in write._asdict().items():
-        if x is not None and x.device != write.k.device:
+        if isinstance(x, Tensor) and x.device != write.k.device:
             raise ValueError(f"{name} is on {x.device}, k on {write.k.device}; cache_write needs all on one device")
+
+
+def _check_ring(write: CacheWrite, start: int) -> None:
+    if write.positions.dim() or write.block_table is not None or not 0 <= start < write.k_cache.shape[2]:
+        raise ValueError(
+            f"ring_from={start} needs positions of shape [], no block_table, and caches of more rows; positions are "
+            f"{list(write.positions.shape)}, k_cache is {tuple(write.k_cache.shape)}"
+        )
 
 
 def _check_positions(positions: Tensor, batch: int, num_tokens: int) -> None:

@@ -15,7 +15,7 @@ from attnpatch.errors import Refused
 from attnpatch.graph import is_tensor, place, shape, value
 from attnpatch.rewrites.operands import Reading, batch_axes, head_axes, names, peel, read, said
 from attnpatch.rewrites.storage import Stored, Unwrapper
-from attnpatch.rule import Operand, Storage, Turn
+from attnpatch.rule import Operand, Recent, Storage, Turn
 
 
 class Roles(NamedTuple):
@@ -108,9 +108,10 @@ class Arrangement:
         dtype = self._dtype(k.dtype, v.dtype)
         self._check_pools(k, v, dtype)
         k_scaling, v_scaling = (None if x.packed is None else x.packed.scaling for x in (k, v))
+        recent = self._recent(k, v, (batch, kv_heads), (feature, self.feature_v))
         self.storage = Storage(
             *(dtype, table, k.counts_back, k_scales, v_scales, k_turn, v_turn, unpacked, self._words(k, v)),
-            *(k_scaling, v_scaling),
+            *(k_scaling, v_scaling, recent),
         )
         self.reads = list(self._reads())
 
@@ -161,6 +162,17 @@ class Arrangement:
         placed_scales = [self._scale(*pair) for pair in zip(scales, rows, strict=True)]
         return placed, None if x.scales is None else placed_scales
 
+    def _recent(self, k: Stored, v: Stored, outer: Dims, features: Dims) -> Recent | None:
+        """The rings of K and V."""
+        first = next((x.recent for x in (k, v) if x.recent is not None), None)
+        if first is None:
+            return None
+        rings = [
+            None if x.recent is None else self._choose(x.recent.choices, (*outer, x.recent.rows, feature))
+            for x, feature in zip((k, v), features, strict=True)
+        ]
+        return Recent(*rings, first.node)
+
     def _scale(self, choices: list[Operand], target: Dims) -> Operand:
         """A scale that broadcasts to ``target``: the rows of K or V, of norms their blocks too."""
         if not is_tensor(choices[-1].node):
@@ -210,6 +222,14 @@ class Arrangement:
         for tensors, operand, reader, codes in places:
             for x in (x for x in tensors if x is not None and is_tensor(x.node)):
                 yield read(x.node, operand, reader) if codes is None else codes.read(x.node)
+        yield from self._recent_reads()
+
+    def _recent_reads(self) -> Iterator[tuple[Node, Node]]:
+        recent = self.storage.recent
+        if recent is not None:
+            rings = zip((recent.k_ring, recent.v_ring), (x.recent for x in self._stored), strict=True)
+            yield from (read(ring.node, x.node, x.node) for ring, x in rings if ring is not None and x is not None)
+            yield recent.window[1], recent.read
 
     def _check_reads(self) -> None:
         """Refuse to read a pool or codes later than the original does, when something is written there meanwhile."""

@@ -13,7 +13,9 @@ from attnpatch.rewrites.constants import CASTS, ELEMENTWISE, MOVES, PRODUCTS
 from attnpatch.rewrites.gathers import GATHERS
 from attnpatch.rewrites.operands import regroups
 
-_PASSED = frozenset([*CASTS, *ELEMENTWISE, *MOVES, *PRODUCTS, "expand", "index", "embedding", "index_copy"])
+_PASSED = frozenset(
+    [*CASTS, *ELEMENTWISE, *MOVES, *PRODUCTS, "expand", "index", "embedding", "index_copy", "with_recent"]
+)
 _OF_NIBBLES = ("and", "rshift", "bitwise_right_shift", "remainder", "mod", "floordiv", "floor_divide")
 
 

@@ -10,6 +10,7 @@ import operator
 from typing import Any, NamedTuple
 
 import torch
+from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from attnpatch.axes import Axes, Dims
@@ -29,6 +30,26 @@ _PURE = frozenset(
 """Of what ids are computed."""
 
 
+class Ring(NamedTuple):
+    """Tokens of K or V as they were.
+
+    Args:
+        choices: the ring, the same values as several nodes.
+        node: what reads it: ``with_recent(codes multiplied out, ring, position, new)``.
+        rows: the axis of its rows.
+    """
+
+    choices: list[Operand]
+    node: Node
+    rows: tuple[str, ...]
+
+    def is_of_window_of(self, other: Ring) -> bool:
+        """Whether both keep the same tokens."""
+        same = [arg(x.node, 2, "position") for x in (self, other)], [arg(x.node, 3, "new") for x in (self, other)]
+        sizes = [shape(arg(x.node, 1, "ring"))[2] for x in (self, other)]
+        return all(a is b or a == b for a, b in same) and bool(statically_known_true(operator.eq(*sizes)))
+
+
 class Stored(NamedTuple):
     """One way K or V lies in memory. Of every tensor the same values as several nodes, see :func:`operands.peel`.
 
@@ -41,6 +62,7 @@ class Stored(NamedTuple):
             norms, or scales and zero points or shifts.
         dtype: of the product of codes and scales.
         packed: of codes of 4 bits, how they are unpacked.
+        recent: of codes, the node that reads other tokens than these from a ring; and the ring, as its tensors are.
         shifted: whether K is this plus a vector that is the same for all keys, which softmax forgets.
         kept: why it is not known to be packed although it is made of nibbles, a sentence.
     """
@@ -52,13 +74,15 @@ class Stored(NamedTuple):
     scales: tuple[list[Operand], ...] | None = None
     dtype: torch.dtype | None = None
     packed: Packed | None = None
+    recent: Ring | None = None
     shifted: bool = False
     kept: str = ""
 
     @property
     def is_whole(self) -> bool:
         """Whether this is K or V, not a step on the way to codes."""
-        return (self.scales is None and not self.shifted) or self.packed is not None or is_codes(self.source)
+        is_read = self.scales is None and not self.shifted and self.recent is None
+        return is_read or self.packed is not None or is_codes(self.source)
 
     @property
     def source(self) -> Operand:
@@ -103,7 +127,7 @@ class Unwrapper:
         shifted = None if may_shift is None else self._unshifted(stored)
         if shifted and not may_shift:
             raise Refused("a vector is added to all keys, and softcap, sinks or the logsumexp need the scores with it")
-        unpacked = shifted or self._unpacked(stored, feature)
+        unpacked = shifted or self._without_recent(stored) or self._unpacked(stored, feature)
         return unpacked or self._ungathered(stored) or self._unscaled(stored, feature)
 
     def _unshifted(self, stored: Stored) -> Stored | None:
@@ -122,6 +146,21 @@ class Unwrapper:
             if is_same and (is_made_of_codes(source) or is_unpacked(rows)) and self.reading.is_kept(x.node, rows):
                 return Stored(self._peel(source), dtype=value(x.node).dtype, shifted=True)
         return None
+
+    def _without_recent(self, stored: Stored) -> Stored | None:
+        """What is stored of all tokens, where some are read from a ring instead."""
+        x = self._resolved(stored.source)
+        if op(x.node) != "with_recent" or x.steps or stored.recent is not None:
+            return None
+        codes, ring = arg(x.node, 0, "stored"), arg(x.node, 1, "ring")
+        if x.dims[2] != self.axes.resolve((self.key,))[0]:
+            raise Refused(f"the keys of {x.node.name} are not its dimension 2")
+        if not all(self.reading.is_kept(x.node, source) for source in (codes, ring)):
+            raise Refused(f"{x.node.name} is written in place")
+        rows = (self.axes.new(shape(ring)[2]),)
+        found = Ring(self._peel(Operand(ring, (*x.dims[:2], rows, x.dims[3]))), x.node, rows)
+        dtype = stored.dtype or value(x.node).dtype
+        return stored._replace(choices=self._peel(Operand(codes, x.dims)), recent=found, dtype=dtype)
 
     def _unpacked(self, stored: Stored, feature: tuple[str, ...]) -> Stored | None:
         """The codes of 4 bits that K or V is unpacked of."""
@@ -191,11 +230,20 @@ class Unwrapper:
         return x._replace(dims=self.axes.resolve(x.dims))
 
     def are_alike(self, k: Stored, v: Stored) -> bool:
-        """Whether K and V lie in pages that one block table numbers, or neither does."""
+        """Whether K and V lie in pages that one block table numbers, or neither does; and have one window, if any."""
+        if not self._have_one_window(k, v):
+            return False
         if k.ids is None or v.ids is None:
             return k.ids is v.ids
         sizes = (self.axes.size(self.axes.resolve(((x.picked,),))[0]) for x in (k, v))
         return statically_known_true(operator.eq(*sizes)) and self._are_same(k.ids[-1], v.ids[-1])
+
+    def _have_one_window(self, k: Stored, v: Stored) -> bool:
+        """Whether the same tokens of K and V lie in rings, or one has none and is no codes."""
+        if k.recent is not None and v.recent is not None:
+            return k.recent.is_of_window_of(v.recent)
+        with_ring, other = (k, v) if v.recent is None else (v, k)
+        return with_ring.recent is None or (other.ids is None and other.scales is None)
 
     def _are_same(self, a: Operand, b: Operand) -> bool:
         """Whether two ids hold the same and mean the same."""

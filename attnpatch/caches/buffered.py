@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, Cache, DynamicCache, get_layer_types_and_kwargs
 
 from attnpatch.caches.forward import decoder_config, inputs_of, takes_padded_keys, with_padded_mask
-from attnpatch.caches.layers import BufferedLayer, Tokens, lasting
+from attnpatch.caches.layers import BUFFERS, RINGS, BufferedLayer, Tokens, lasting
 
 BOUNDED = ("sliding_attention", "chunked_attention")
 """Layers that keep a window of tokens, as transformers does."""
@@ -29,7 +29,7 @@ WITHOUT_KEYS = (*RECURRENT, "moe", "mlp")
 """Layers without keys and values, left to transformers."""
 
 
-_buffers = attrgetter("key_buffer", "value_buffer", "key_scale", "value_scale")
+_buffers = attrgetter(*BUFFERS, *RINGS)
 """What holds a layer's tokens."""
 
 
@@ -51,10 +51,13 @@ class BufferedCache(DynamicCache):
         ValueError: the model has no full attention layers, or layers of another kind, or ``max_cache_len`` is none.
     """
 
+    recent = 0
+    """Tokens that are also kept as they were; see TBQ4Cache."""
+
     def __init__(self, model: Any, max_cache_len: int | None = None) -> None:
         if max_cache_len is not None and max_cache_len < 1:
             raise ValueError(f"max_cache_len={max_cache_len} is no number of tokens; None lets the cache grow")
-        self.tokens = Tokens(max_cache_len)
+        self.tokens = Tokens(max_cache_len, self.recent)
         self.layer_types, self.layer_arguments = _layer_types(getattr(model, "config", model), type(self).__name__)
         self.buffered = self._indices("full_attention")
         self._capacity = 0

@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from attnpatch.attention_call import MAX_APPEND
 from attnpatch.caches.forward import FIRST_CAPACITY
 from attnpatch.ops import cache_write
+from attnpatch.recent import FIRST, rows_for, with_recent
 from attnpatch.tbq4 import blocks_of, decode
 
 
@@ -62,6 +63,9 @@ FORMATS = {
     "int8": Format(_empty_int8, lambda codes, scale, _, dtype: (codes.float() * scale[..., None]).to(dtype)),
     "dense": Format(lambda x, capacity: (_zeros(x, capacity, x.shape[3], dtype=x.dtype), None), lambda x, *_: x),
 }
+BUFFERS = ("key_buffer", "value_buffer", "key_scale", "value_scale")
+"""What holds a layer's tokens, and grows."""
+RINGS = ("key_ring", "value_ring")
 KEYS, VALUES = ("tbq4", "int8", "dense"), ("tbq4", "dense")
 
 
@@ -77,10 +81,11 @@ class Tokens:
 
     Args:
         limit: tokens that buffers are made for at once, and that are never exceeded; None = they grow.
+        recent: how many of the last tokens layers also keep as they were, beside codes; 0 = none.
     """
 
-    def __init__(self, limit: int | None) -> None:
-        self.limit = limit
+    def __init__(self, limit: int | None, recent: int = 0) -> None:
+        self.limit, self.recent = limit, recent
         self.capacity = self.first_capacity = limit or FIRST_CAPACITY
         self.length = self.new = 0
         self.hooked = False
@@ -91,6 +96,8 @@ class Tokens:
         """Whether this forward reads buffers up to their capacity, so that its graphs serve any length."""
         self.first = True
         """Whether nothing is stored before this forward."""
+        self.held = 0
+        """First position of those that rings hold, behind the first tokens; up to the last one ever stored."""
         with lasting():
             self.position = torch.zeros((), dtype=torch.int64)
             """``length`` on the device."""
@@ -104,12 +111,20 @@ class Tokens:
                 "Make it larger, or None, which lets the cache grow"
             )
         self.new, self.first, self.written = new, self.length == 0, None
+        self.held = max(0 if self.first else self.held, needed - self.recent - MAX_APPEND)
         if self.first or needed > self.capacity:
             self.capacity = self.limit or _room(needed, self.first_capacity)
         if self.position.device != device:
             with lasting():
                 self.position = torch.zeros((), dtype=torch.int64, device=device)
         self.position.fill_(self.length)
+
+    def lost(self) -> range:
+        """Positions of the window that rings no longer hold, as tokens were taken back; they do from now on."""
+        begin = max(self.length - self.recent + 1, FIRST)
+        lost = range(begin, min(self.held, self.length) if self.recent else 0)
+        self.held = min(self.held, begin)
+        return lost
 
 
 def _room(needed: int, first: int) -> int:
@@ -138,6 +153,8 @@ class BufferedLayer(CacheLayerMixin):
     key_scale: Tensor | None
     value_scale: Tensor | None
     centre: Tensor | None
+    key_ring: Any  # tensors, or None without recent tokens
+    value_ring: Any
 
     def __init__(self, index: int, tokens: Tokens, keys: str, values: str, centre_keys: bool) -> None:
         super().__init__()
@@ -161,6 +178,11 @@ class BufferedLayer(CacheLayerMixin):
             self.key_buffer, self.key_scale = FORMATS[self.formats[0]].empty(key_states, capacity)
             self.value_buffer, self.value_scale = FORMATS[self.formats[1]].empty(value_states, capacity)
             self.centre = key_states.detach().mean(dim=2, keepdim=True) if self.centre_keys else None
+            if self.tokens.recent and self.formats != ("dense", "dense"):
+                self.key_ring, self.value_ring = (
+                    _zeros(x, rows_for(self.tokens.recent), x.shape[3], dtype=x.dtype)
+                    for x in (key_states, value_states)
+                )
         self.dtype, self.head_dims = key_states.dtype, (key_states.shape[3], value_states.shape[3])
         self.device, self.is_initialized = key_states.device, True
 
@@ -170,7 +192,7 @@ class BufferedLayer(CacheLayerMixin):
 
         A view, which may be written to; multiplied out, and so a copy, where they are kept in 4 or 8 bits.
         """
-        return self._read(0, self.tokens.length) if self.is_initialized else None
+        return self._stored(0)
 
     @keys.setter
     def keys(self, states: Tensor | None) -> None:
@@ -179,11 +201,18 @@ class BufferedLayer(CacheLayerMixin):
     @property
     def values(self) -> Tensor | None:
         """V of the tokens stored, ``[batch, num_kv_heads, length, head_dim_v]``, like :attr:`keys`."""
-        return self._read(1, self.tokens.length) if self.is_initialized else None
+        return self._stored(1)
 
     @values.setter
     def values(self, states: Tensor | None) -> None:
         self._overwrite(1, states)
+
+    def _stored(self, which: int) -> Tensor | None:
+        if not self.is_initialized:
+            return None
+        length, ring = self.tokens.length, self.key_ring
+        position = None if ring is None else torch.tensor(length, device=ring.device)
+        return self._read(which, slice(length), position, 0)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write to the buffers, which have room; see :meth:`attnpatch.BufferedCache.update`."""
@@ -198,21 +227,43 @@ class BufferedLayer(CacheLayerMixin):
             *(self.key_buffer, self.value_buffer, centred, value_states, position, None),
             *(self.key_scale, self.value_scale),
         )
-        tokens.written = key_states.shape[2]
+        new = tokens.written = key_states.shape[2]
         if tokens.first:
+            self._keep(centred, value_states, position)
             return key_states, value_states
-        end = None if tokens.padded else tokens.length + key_states.shape[2]
-        keys, values = self._read(0, end), self._read(1, end)
+        end = None if tokens.padded else tokens.length + new
+        if new <= MAX_APPEND:
+            self._keep(centred, value_states, position)
+            keys, values = (self._read(which, slice(end), position, new) for which in (0, 1))
+        else:  # more tokens than a ring has room for beside the window: they come after it is read
+            keys, values = (self._read(which, slice(end), position, 0) for which in (0, 1))
+            self._keep(centred, value_states, position)
         return self._attended(0, keys, key_states, position), self._attended(1, values, value_states, position)
 
-    def _read(self, which: int, end: int | None) -> Tensor:
-        """K (0) or V (1), multiplied out, of the tokens up to ``end``; None = of the whole buffer."""
-        buffers = (self.key_buffer, self.key_scale), (self.value_buffer, self.value_scale)
-        codes, scale = buffers[which]
-        if end is not None:
-            codes, scale = codes[:, :, :end], None if scale is None else scale[:, :, :end]
-        states = FORMATS[self.formats[which]].read(codes, scale, self.head_dims[which], self.dtype)
+    def _keep(self, centred: Tensor, value_states: Tensor, position: Tensor) -> None:
+        """Keep tokens as they are, K less its mean, from ``position`` on."""
+        if self.key_ring is not None:
+            cache_write(self.key_ring, self.value_ring, centred, value_states, position, ring_from=FIRST)
+
+    def _read(self, which: int, tokens: slice, position: Any, new: int) -> Tensor:
+        """K (0) or V (1), multiplied out, as a forward of ``new`` tokens from ``position`` on reads it."""
+        states, ring = self._decoded(which, tokens), (self.key_ring, self.value_ring)[which]
+        if ring is not None and self.formats[which] != "dense":
+            states = with_recent(states, ring, position, new)
         return states if which or self.centre is None else states + self.centre
+
+    def _decoded(self, which: int, tokens: slice) -> Tensor:
+        """What codes of these tokens stand for, K less its mean."""
+        codes, scale = ((self.key_buffer, self.key_scale), (self.value_buffer, self.value_scale))[which]
+        if tokens.stop is not None:
+            codes, scale = codes[:, :, tokens], None if scale is None else scale[:, :, tokens]
+        return FORMATS[self.formats[which]].read(codes, scale, self.head_dims[which], self.dtype)
+
+    def refill(self, lost: range) -> None:
+        """Let rings hold these tokens as their codes stand for them."""
+        if self.key_ring is not None and lost:
+            states = (self._decoded(which, slice(lost.start, lost.stop)) for which in (0, 1))
+            self._keep(*states, torch.tensor(lost.start, device=self.key_ring.device))
 
     def _attended(self, which: int, stored: Tensor, new: Tensor, first: Tensor) -> Tensor:
         """What is stored, with ``new`` as it was where it is many tokens, and where gradients must reach it.
@@ -253,6 +304,7 @@ class BufferedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Let go of the buffers."""
         self.key_buffer = self.value_buffer = self.key_scale = self.value_scale = self.centre = None
+        self.key_ring = self.value_ring = None
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -277,7 +329,7 @@ class BufferedLayer(CacheLayerMixin):
         if not self.is_initialized or self.key_buffer.shape[2] >= capacity:
             return  # asked at every step
         for name, x in self._tensors():
-            if name != "centre" and x.shape[2] < capacity:
+            if name in BUFFERS and x.shape[2] < capacity:
                 grown = _laid_as(x, x.new_zeros(*x.shape[:2], capacity, *x.shape[3:]))
                 grown[:, :, : x.shape[2]] = x
                 setattr(self, name, grown)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from attnpatch.caches.buffered import BufferedCache
-from attnpatch.caches.layers import KEYS, VALUES
+from attnpatch.caches.layers import KEYS, VALUES, lasting
 
 
 class TBQ4Cache(BufferedCache):
@@ -27,6 +29,9 @@ class TBQ4Cache(BufferedCache):
         centre_keys: K is kept as its difference to its mean over the tokens of the first forward, per sequence and
             head: many models' K has a large constant part. The mean is added when K is read, or left out where a
             softmax forgets it. None = where K is not dense.
+        recent: how many of the last tokens are read as they were, and with them the first 4: beside their codes they
+            lie in buffers of the model's dtype, with room for 64 tokens more. A forward of several tokens reads those
+            before its first one so, and its own. 0 = none.
 
     Raises:
         ValueError: a value is not allowed, or the model has no full attention layers, or layers of another kind.
@@ -41,11 +46,14 @@ class TBQ4Cache(BufferedCache):
         values: str = "tbq4",
         skip_layers: Sequence[int | str] = (),
         centre_keys: bool | None = None,
+        recent: int = 0,
     ) -> None:
         _check_choice("keys", keys, KEYS)
         _check_choice("values", values, VALUES)
         if centre_keys and keys == "dense":
             raise ValueError('centre_keys=True needs keys="tbq4" or "int8": dense keys are kept as they are')
+        _check_recent(recent, keys, values)
+        self.recent = recent
         self.choice = keys, values, keys != "dense" if centre_keys is None else centre_keys
         self.skip_layers = skip_layers
         super().__init__(model, max_cache_len)
@@ -57,6 +65,31 @@ class TBQ4Cache(BufferedCache):
     def _formats(self, index: int) -> tuple[str, str, bool]:
         dense = index in self.dense or self.layer_types[index] != "full_attention"
         return ("dense", "dense", False) if dense else self.choice
+
+    def _begin(self, batch: int, new: int, device: torch.device) -> None:
+        self._refill()  # a forward may have failed, and left its tokens in the place of those it came behind
+        super()._begin(batch, new, device)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens: ``-n`` removes n, as transformers defines it; n keeps the first n.
+
+        Of more than 64 taken back, recent tokens that come to the fore again are what their codes stand for.
+        """
+        super().crop(tokens_to_remove)
+        self._refill()
+
+    def _refill(self) -> None:
+        if lost := self.tokens.lost():
+            with lasting():
+                for layer in self._full_layers():
+                    layer.refill(lost)
+
+
+def _check_recent(recent: int, keys: str, values: str) -> None:
+    if not isinstance(recent, int) or isinstance(recent, bool) or recent < 0:
+        raise ValueError(f"recent={recent!r} is no number of tokens; 64 keeps the last 64 as they were, 0 keeps none")
+    if recent and (keys, values) == ("dense", "dense"):
+        raise ValueError(f'recent={recent} keeps tokens beside their codes, and keys="dense", values="dense" has none')
 
 
 def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:

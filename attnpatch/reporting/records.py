@@ -47,7 +47,7 @@ class GraphRecord:
 
     def __init__(self, sites: Sequence[SiteRecord], parameters: Iterable[nn.Parameter] = ()) -> None:
         self.sites = list(sites)
-        self.fused = [site for site in sites if site.fused]
+        self.fused = [site for site in sites if site.fused for _ in range(site.operators)]
         self.runs: Counter[tuple[tuple[Dispatch, ...], bool]] = Counter()
         self.times: dict[tuple[int, Dispatch], Time] = {}
         self.whole: dict[str, Time] = {}

@@ -121,7 +121,7 @@ def merge(graphs: Sequence[GraphRecord]) -> list[SiteReport]:
         named = list(zip(keys(site.module or site.place for site in graph.sites), graph.sites, strict=True))
         for key, site in named:
             _take(merged, key, site)
-        fused = [(key, site.mask) for key, site in named if site.fused]
+        fused = [(key, site.mask) for key, site in named if site.fused for _ in range(site.operators)]
         for (dispatches, captured), count in graph.runs.items():
             for (key, mask), dispatch in zip(fused, dispatches, strict=False):
                 calls.setdefault(key, Counter())[_Calls(dispatch, captured, mask)] += count

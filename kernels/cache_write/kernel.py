@@ -149,6 +149,7 @@ def _cache_write_kernel(
     V_LIMIT: tl.constexpr,
     K_BLOCKS: tl.constexpr,
     V_BLOCKS: tl.constexpr,
+    RING_FROM: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -156,7 +157,10 @@ def _cache_write_kernel(
     BLOCK_DV: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write BLOCK_T tokens of one head, but those whose position lies outside the cache or on no page."""
+    """Write BLOCK_T tokens of one head, but those whose position lies outside the cache or on no page.
+
+    From row RING_FROM on, unless it is None, the cache is a ring of the last tokens.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -166,6 +170,11 @@ def _cache_write_kernel(
     tokens = tl.program_id(0) % num_blocks * BLOCK_T + tl.arange(0, BLOCK_T)
     rows = _load_positions(positions, positions_strides, b, tokens, tokens < num_tokens)
     inside = (rows >= 0) & (rows < capacity)
+    if RING_FROM is not None:
+        in_front = rows < RING_FROM
+        size = capacity - RING_FROM
+        inside = (rows >= 0) & (in_front | (tokens >= num_tokens - size))
+        rows = tl.where(in_front, rows, RING_FROM + (rows - RING_FROM) % size)
     places = b + tl.zeros([BLOCK_T], tl.int64)
     if block_table is not None:
         places = _load_pages(block_table, table_strides, b, rows // page_size, inside)

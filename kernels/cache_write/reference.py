@@ -22,6 +22,7 @@ def cache_write(
     block_table: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    ring_from: int | None = None,
 ) -> None:
     """See :func:`attnpatch.ops.cache_write`; waits for the device to know whether positions lie outside."""
     batch, _, num_tokens, _ = k.shape
@@ -31,6 +32,11 @@ def cache_write(
     rows = positions.long().expand(batch, num_tokens)
     places = torch.arange(batch, device=k.device)[:, None].expand(batch, num_tokens)
     inside = (rows >= 0) & (rows < num_rows * (1 if block_table is None else block_table.shape[1]))
+    if ring_from is not None:
+        size = num_rows - ring_from
+        in_front = rows < ring_from
+        inside = (rows >= 0) & (in_front | (rows > rows[:, -1:] - size))
+        rows = torch.where(in_front, rows, ring_from + (rows - ring_from) % size)
     if block_table is not None:
         blocks = torch.where(inside, rows, 0) // num_rows
         places, rows = block_table.gather(1, blocks).long(), rows % num_rows

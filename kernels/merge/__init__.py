@@ -1,0 +1,1 @@
+"""Two attentions on different keys as one."""
