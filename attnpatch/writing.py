@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,7 @@ def cache_write(
 
 
 class CacheWrite(NamedTuple):
-    """Arguments of :func:`cache_write`."""
+    """The tensors that :func:`cache_write` is given."""
 
     k_cache: Tensor
     v_cache: Tensor
@@ -69,32 +70,37 @@ class CacheWrite(NamedTuple):
     block_table: Tensor | None = None
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
-    ring_from: int | None = None
 
 
 def run(*args: Any) -> None:
     """The operator; ``args`` are those of :func:`cache_write`, in order. Checked once per kind of arguments."""
     from attnpatch.kernels.common.support import planned
 
-    write = CacheWrite(*args)
-    planned(_implementation, write)(*write)
+    write, ring_from = _taken(args)
+    planned(_implementation, write, ring_from)(*write)
 
 
 def fake(*args: Any) -> None:
     """The operator on tensors without data."""
-    check(CacheWrite(*args))
+    check(*_taken(args))
 
 
-def _implementation(write: CacheWrite) -> Callable[..., None]:
-    """What writes arguments of this kind, called with all of them."""
-    check(write)
+def _taken(args: tuple[Any, ...]) -> tuple[CacheWrite, int | None]:
+    """What the operator is given: tensors, and where a ring begins."""
+    size = len(CacheWrite._fields)
+    return CacheWrite(*args[:size]), args[size] if len(args) > size else None
+
+
+def _implementation(write: CacheWrite, ring_from: int | None) -> Callable[..., None]:
+    """What writes tensors of this kind, called with all of them."""
+    check(write, ring_from)
     if _refused_by_triton(write):
         from attnpatch.kernels.cache_write import reference
 
-        return reference.cache_write
+        return partial(reference.cache_write, ring_from=ring_from)
     from attnpatch.kernels.cache_write import launch
 
-    return launch.cache_write(write)
+    return launch.cache_write(write, ring_from)
 
 
 def _refused_by_triton(write: CacheWrite) -> bool:
@@ -106,17 +112,17 @@ def _refused_by_triton(write: CacheWrite) -> bool:
     return capability(write.k_cache.device) < ((8, 9) if narrow else (8, 0))
 
 
-def check(write: CacheWrite) -> None:
+def check(write: CacheWrite, ring_from: int | None = None) -> None:
     """Raise what :func:`cache_write` raises."""
     _check_shapes(write)
     _check_cache("k", write.k_cache, write.k, write.k_scale)
     _check_cache("v", write.v_cache, write.v, write.v_scale)
     _check_positions(write.positions, *write.k.shape[:3:2])
     _check_places(write.k_cache, write.block_table, write.k.shape[0])
-    if write.ring_from is not None:
-        _check_ring(write, write.ring_from)
+    if ring_from is not None:
+        _check_ring(write, ring_from)
     for name, x in write._asdict().items():
-        if isinstance(x, Tensor) and x.device != write.k.device:
+        if x is not None and x.device != write.k.device:
             raise ValueError(f"{name} is on {x.device}, k on {write.k.device}; cache_write needs all on one device")
 
 

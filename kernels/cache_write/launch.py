@@ -19,13 +19,13 @@ MANY_ENCODED = 4
 """The same for TBQ4, and one warp for them: a rotation over several would wait for all at each of its steps."""
 
 
-def cache_write(write: CacheWrite) -> Callable[..., None]:
+def cache_write(write: CacheWrite, ring_from: int | None = None) -> Callable[..., None]:
     """What does :func:`attnpatch.ops.cache_write` of such arguments, in one launch; they are checked already."""
-    launch = _launch(write)
+    launch = _launch(write, ring_from)
     return lambda *write: launch(write)
 
 
-def _launch(write: CacheWrite) -> Launch:
+def _launch(write: CacheWrite, ring_from: int | None) -> Launch:
     batch, num_kv_heads, num_tokens, head_dim = write.k.shape
     head_dim_v = write.v.shape[3]
     paged = write.block_table is not None
@@ -36,7 +36,7 @@ def _launch(write: CacheWrite) -> Launch:
         _cache_write_kernel,
         batch * num_kv_heads * -(-num_tokens // block_t),
         write,
-        CacheWrite._fields[:-1],
+        CacheWrite._fields,
         (),
         k_cache_strides=write.k_cache.stride(),
         v_cache_strides=write.v_cache.stride(),
@@ -55,7 +55,7 @@ def _launch(write: CacheWrite) -> Launch:
         V_LIMIT=LIMITS.get(write.v_cache.dtype),
         K_BLOCKS=blocks_of(head_dim) if write.k_cache.dtype == PACKED else None,
         V_BLOCKS=blocks_of(head_dim_v) if write.v_cache.dtype == PACKED else None,
-        RING_FROM=write.ring_from,
+        RING_FROM=ring_from,
         HEAD_DIM=head_dim,
         HEAD_DIM_V=head_dim_v,
         BLOCK_T=block_t,
