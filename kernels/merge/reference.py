@@ -10,9 +10,12 @@ from attnpatch.attention_call import new_output
 
 def merge(o: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """:func:`attnpatch.merging.merge` of such arguments, which are checked already."""
-    total = torch.logaddexp(lse, other_lse)
+    largest = torch.maximum(lse, other_lse)
+    is_seen = largest > -torch.inf
+    largest = torch.where(is_seen, largest if sinks is None else largest.maximum(sinks[:, None].float()), 0.0)
+    first, second = (lse - largest).exp(), (other_lse - largest).exp()
+    total = first + second
     if sinks is not None:
-        total = torch.where(total > -torch.inf, torch.logaddexp(total, sinks[:, None].float()), total)
-    finite = total.clamp(min=torch.finfo(torch.float32).min)
-    parts = (x * (y - finite).exp()[..., None] for x, y in ((o, lse), (other, other_lse)))
-    return new_output(o, o).copy_(sum(parts)), total  # type: ignore[arg-type]
+        total = total + (sinks[:, None].float() - largest).exp()
+    merged = (o * first[..., None] + other * second[..., None]) / torch.where(is_seen, total, 1.0)[..., None]
+    return new_output(o, o).copy_(merged), torch.where(is_seen, largest + total.log(), -torch.inf)

@@ -43,3 +43,37 @@ def simulated_cache(model, dense=(), **choice):
         if type(layer) is DynamicLayer and i not in dense:
             layers[i] = SimulatedLayer(**choice)
     return Cache(layers=layers)
+
+
+class RecentLayer(SimulatedLayer):
+    """One that also has the first 4 tokens and the last ``recent`` as they were."""
+
+    def __init__(self, recent, **choice):
+        super().__init__(**choice)
+        self.recent, self.exact = recent, DynamicLayer()
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        past = self.get_seq_length()
+        both = super().update(key_states, value_states), self.exact.update(key_states, value_states)
+        keys = torch.arange(past + key_states.shape[2])
+        kept = (keys < 4) | (keys > past - self.recent)
+        return tuple(torch.where(kept[:, None], exact, stored) for stored, exact in zip(*both, strict=True))
+
+
+def _of_both(name):
+    def change(self, *args):
+        getattr(SimulatedLayer, name)(self, *args)
+        getattr(self.exact, name)(*args)
+
+    return change
+
+
+for _name in ("crop", "reorder_cache", "batch_repeat_interleave", "batch_select_indices"):
+    setattr(RecentLayer, _name, _of_both(_name))
+
+
+def recent_cache(model, recent, **choice):
+    """Like :func:`simulated_cache`, for ``TBQ4Cache(recent=)``."""
+    cache = simulated_cache(model, **choice)
+    cache.layers = [RecentLayer(recent, **choice) if type(x) is SimulatedLayer else x for x in cache.layers]
+    return cache
