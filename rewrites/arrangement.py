@@ -164,14 +164,18 @@ class Arrangement:
 
     def _recent(self, k: Stored, v: Stored, outer: Dims, features: Dims) -> Recent | None:
         """The rings of K and V."""
-        first = next((x.recent for x in (k, v) if x.recent is not None), None)
-        if first is None:
+        found = [x.recent for x in (k, v) if x.recent is not None]
+        if not found:
             return None
+        if not all(x.is_of_window_of(found[0]) for x in found):
+            raise Refused("other tokens of K than of V are kept as they were")
+        if any(x.recent is None and (x.ids is not None or x.scales is not None) for x in (k, v)):
+            raise Refused("tokens of one of K and V are kept as they were, and the other is codes or in pages")
         rings = [
             None if x.recent is None else self._choose(x.recent.choices, (*outer, x.recent.rows, feature))
             for x, feature in zip((k, v), features, strict=True)
         ]
-        return Recent(*rings, first.node)
+        return Recent(*rings, found[0].node)
 
     def _scale(self, choices: list[Operand], target: Dims) -> Operand:
         """A scale that broadcasts to ``target``: the rows of K or V, of norms their blocks too."""

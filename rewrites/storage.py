@@ -230,20 +230,11 @@ class Unwrapper:
         return x._replace(dims=self.axes.resolve(x.dims))
 
     def are_alike(self, k: Stored, v: Stored) -> bool:
-        """Whether K and V lie in pages that one block table numbers, or neither does; and have one window, if any."""
-        if not self._have_one_window(k, v):
-            return False
+        """Whether K and V lie in pages that one block table numbers, or neither does."""
         if k.ids is None or v.ids is None:
             return k.ids is v.ids
         sizes = (self.axes.size(self.axes.resolve(((x.picked,),))[0]) for x in (k, v))
         return statically_known_true(operator.eq(*sizes)) and self._are_same(k.ids[-1], v.ids[-1])
-
-    def _have_one_window(self, k: Stored, v: Stored) -> bool:
-        """Whether the same tokens of K and V lie in rings, or one has none and is no codes."""
-        if k.recent is not None and v.recent is not None:
-            return k.recent.is_of_window_of(v.recent)
-        with_ring, other = (k, v) if v.recent is None else (v, k)
-        return with_ring.recent is None or (other.ids is None and other.scales is None)
 
     def _are_same(self, a: Operand, b: Operand) -> bool:
         """Whether two ids hold the same and mean the same."""

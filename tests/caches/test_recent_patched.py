@@ -125,6 +125,18 @@ def test_graphs(model, run, graphs, monkeypatch):
     assert symbols(graphs[1]) == [], "decode before the first growth"
 
 
+def test_appends_of_any_length(model, prompt, graphs):
+    """Of one graph, which knows how many tokens are new only when it runs, and reads codes."""
+    expected = forwards(model, recent_cache(model, 5), (9, 3, 7, 5), prompt)
+    attnpatch.patch(model, strict=True)
+    torch.testing.assert_close(forwards(model, TBQ4Cache(model, recent=5), (9, 3, 7, 5), prompt), expected)
+    assert len(graphs) == 2, "the prompt, an append"
+    assert symbols(graphs[-1]) != []
+    names = {op(node) for node in graphs[-1].graph.nodes}
+    assert not UNPACKING & names
+    assert "merge" in names
+
+
 def test_inputs_of_a_step_stay_where_they_are(model, run, graphs):
     attnpatch.patch(model, strict=True)
     run(model, TBQ4Cache(model, recent=5))
