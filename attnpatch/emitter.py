@@ -144,9 +144,12 @@ class Emitter(RecentEmitter):
         recent = site.storage.recent
         q, keys = self._query(site), self._keys(site, writes)
         masks = self._masks(site, q, keys, writes)
-        if recent is not None:
-            return self._beside(site, recent, q, keys, masks, writes)
-        return self._of_keys(site, q, keys, masks, site.lse is not None)
+        if recent is None:
+            return self._of_keys(site, q, keys, masks, site.lse is not None)
+        kept = self._kept(recent, site.anchor, writes)
+        older = {**masks, "key_bounds": self._older(masks, kept, site.anchor), "sinks": None}
+        parts = *self._of_keys(site, q, keys, older, True), *self._of_kept(site, recent, q, keys, masks, kept)
+        return self._pair(torch.ops.attnpatch.merge.default, *parts, masks["sinks"], like=site.anchor)
 
     def _of_keys(
         self, site: Site, q: Node, keys: Keys, masks: dict[str, Any], wants_lse: bool

@@ -309,7 +309,7 @@ for _name, (_run, _fake) in _OPERATORS.items():
     for _device in ("CPU", "CUDA"):
         _LIBRARY.impl(_name, _run, _device)
     torch.library.register_fake(f"attnpatch::{_name}", _fake, lib=_LIBRARY)
-for _name, _run in recent.COMPOSITES.items():
-    _LIBRARY.impl(_name, _run, "CompositeImplicitAutograd")
+for _name, _composite in recent.COMPOSITES.items():
+    _LIBRARY.impl(_name, _composite, "CompositeImplicitAutograd")
 for _name, _run in (("attention", _attention), ("attention_lse", _attention_lse)):
     _register_autograd(_name, _run)

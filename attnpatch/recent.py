@@ -10,6 +10,9 @@ rewritten graph has two attentions instead, on codes and on the rows that ``rece
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -95,5 +98,5 @@ def _rows(positions: Tensor, num_rows: int) -> Tensor:
     return torch.where(positions < FIRST, positions, FIRST + (positions - FIRST) % (num_rows - FIRST))
 
 
-COMPOSITES = {"with_recent": _with_recent, "recent_keys": _recent_keys}
+COMPOSITES: dict[str, Callable[..., Any]] = {"with_recent": _with_recent, "recent_keys": _recent_keys}
 """Operators that are what their operations are, on every device and with gradients."""

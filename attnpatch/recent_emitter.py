@@ -45,21 +45,15 @@ class RecentEmitter(MaskEmitter):
         both = self._emit(target, *args, like=like, **kwargs)
         return self._emit(operator.getitem, both, 0, like=like), self._emit(operator.getitem, both, 1, like=like)
 
-    def _beside(
-        self, site: Site, recent: Recent, q: Node, keys: Keys, masks: dict[str, Any], writes: Writes
+    def _of_kept(
+        self, site: Site, recent: Recent, q: Node, keys: Keys, masks: dict[str, Any], kept: Kept
     ) -> tuple[Node, Node | None]:
-        """Attention and its lse."""
-        like, sinks = site.anchor, masks.pop("sinks")
-        kept = self._kept(recent, like, writes)
-        others = {**masks, "key_bounds": self._older(masks, kept, like)}
-        parts = self._of_keys(site, q, keys, others, wants_lse=True)
-        k, v = (
-            self._as_they_were(recent.k_ring, keys.k, kept, like),
-            self._as_they_were(recent.v_ring, keys.v, kept, like),
-        )
+        """Attention on tokens as they were, and its lse."""
+        like = site.anchor
+        k = self._as_they_were(recent.k_ring, keys.k, kept, like)
+        v = self._as_they_were(recent.v_ring, keys.v, kept, like)
         given = {"attn_mask": self._mask(site, q, keys, masks, kept), "softcap": site.softcap}
-        own = self._attention((q, k, v, site.sm_scale), given, like, wants_lse=True)
-        return self._pair(torch.ops.attnpatch.merge.default, *parts, *own, sinks, like=like)
+        return self._attention((q, k, v, site.sm_scale), given, like, wants_lse=True)
 
     def _kept(self, recent: Recent, like: Node, writes: Writes) -> Kept:
         ring, position, new = recent.window
@@ -70,7 +64,7 @@ class RecentEmitter(MaskEmitter):
         return self.shared[key]
 
     def _older(self, masks: dict[str, Any], kept: Kept, like: Node) -> Node:
-        """Bounds of the keys that are read as codes; see AttentionCall.key_bounds."""
+        """Bounds of the other keys; see AttentionCall.key_bounds."""
         bounds, is_masked = masks["key_bounds"], masks["attn_mask"] is not None or masks["key_padding"] is not None
         key = ("older", kept, bounds, is_masked)
         if key not in self.shared:
@@ -92,7 +86,8 @@ class RecentEmitter(MaskEmitter):
     def _mask(self, site: Site, q: Node, keys: Keys, masks: dict[str, Any], kept: Kept) -> Node:
         """All terms of the mask, and alibi's, as one on these tokens."""
         like = site.anchor
-        key = ("mask of kept", kept, *masks.values(), str(shape(q)[2]))
+        terms = (x for name, x in masks.items() if name not in ("softcap", "sinks"))
+        key = ("mask of kept", kept, *terms, str(shape(q)[2]))
         if key not in self.shared:
             keep = self._fold(operator.and_, list(self._visible(site, q, keys, masks, kept)), like)
             bias = self._fold(operator.add, list(self._added(q, keys, masks, kept, like)), like)
@@ -116,19 +111,19 @@ class RecentEmitter(MaskEmitter):
             yield self._emit("unsqueeze", self._emit("unsqueeze", padding, 1, like=like), 1, like=like)
         streamed = masks["attn_mask"]
         if streamed is not None and value(streamed).dtype == torch.bool:
-            yield self._of_kept(streamed, keys, kept, like)
+            yield self._at_kept(streamed, keys, kept, like)
 
     def _added(self, q: Node, keys: Keys, masks: dict[str, Any], kept: Kept, like: Node) -> Iterator[Node]:
         """What is added to scores."""
         streamed, slopes = masks["attn_mask"], masks["alibi_slopes"]
         if streamed is not None and value(streamed).dtype != torch.bool:
-            yield self._of_kept(streamed, keys, kept, like)
+            yield self._at_kept(streamed, keys, kept, like)
         if slopes is not None:
             away = self._emit("abs", self._distance(q, masks, kept, like), like=like)
             per_head = self._emit("unsqueeze", self._emit("unsqueeze", slopes, -1, like=like), -1, like=like)
             yield self._emit(operator.neg, self._emit(operator.mul, per_head, away, like=like), like=like)
 
-    def _of_kept(self, streamed: Node, keys: Keys, kept: Kept, like: Node) -> Node:
+    def _at_kept(self, streamed: Node, keys: Keys, kept: Kept, like: Node) -> Node:
         if str(shape(streamed)[-1]) != str(keys.seqlen_k):  # one column for all keys
             return streamed
         return self._emit("index_select", streamed, -1, kept.keys, like=like)

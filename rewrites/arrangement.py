@@ -171,11 +171,11 @@ class Arrangement:
             raise Refused("other tokens of K than of V are kept as they were")
         if any(x.recent is None and (x.ids is not None or x.scales is not None) for x in (k, v)):
             raise Refused("tokens of one of K and V are kept as they were, and the other is codes or in pages")
-        rings = [
+        k_ring, v_ring = (
             None if x.recent is None else self._choose(x.recent.choices, (*outer, x.recent.rows, feature))
             for x, feature in zip((k, v), features, strict=True)
-        ]
-        return Recent(*rings, found[0].node)
+        )
+        return Recent(k_ring, v_ring, found[0].node)
 
     def _scale(self, choices: list[Operand], target: Dims) -> Operand:
         """A scale that broadcasts to ``target``: the rows of K or V, of norms their blocks too."""

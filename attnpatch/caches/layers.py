@@ -262,8 +262,8 @@ class BufferedLayer(CacheLayerMixin):
     def refill(self, lost: range) -> None:
         """Let rings hold these tokens as their codes stand for them."""
         if self.key_ring is not None and lost:
-            states = (self._decoded(which, slice(lost.start, lost.stop)) for which in (0, 1))
-            self._keep(*states, torch.tensor(lost.start, device=self.key_ring.device))
+            keys, values = (self._decoded(which, slice(lost.start, lost.stop)) for which in (0, 1))
+            self._keep(keys, values, torch.tensor(lost.start, device=self.key_ring.device))
 
     def _attended(self, which: int, stored: Tensor, new: Tensor, first: Tensor) -> Tensor:
         """What is stored, with ``new`` as it was where it is many tokens, and where gradients must reach it.

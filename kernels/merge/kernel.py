@@ -8,6 +8,7 @@ none, 0 stands for it.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -34,8 +35,12 @@ def _merge_kernel(
     seqlen_q,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0)
     b, h, i = row // seqlen_q // num_heads, row // seqlen_q % num_heads, row % seqlen_q
     cols = tl.arange(0, BLOCK_D)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnpatch.attention_call import new_output
-from attnpatch.kernels.common.launcher import Launch
+from attnpatch.kernels.common.launcher import Launch, overlapping, overlaps
 from attnpatch.kernels.common.support import planned
 from attnpatch.kernels.merge.kernel import _merge_kernel
 
@@ -49,4 +49,5 @@ def _launch(call: Merge) -> Launch:
         HEAD_DIM_V=width,
         BLOCK_D=1 << (width - 1).bit_length(),
         num_warps=1,
+        **overlapping(overlaps(call.o.device)),
     )

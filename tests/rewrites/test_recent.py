@@ -38,7 +38,8 @@ def read(kc, kn, vc, vn, k_ring, v_ring, position, new, dtype, decode=decode):
 
 def places(q, k, position):
     """Positions of rows and keys."""
-    return position + torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    rows, keys = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
+    return position + rows[:, None], keys
 
 
 def causal(q, k, v, position):
