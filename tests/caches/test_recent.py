@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attnpatch.caches import layers
 from attnpatch.caches.tbq4 import TBQ4Cache
-from attnpatch.recent import FIRST
+from attnpatch.recent import FIRST, rows_for, with_recent
 from tests.caches.conftest import make_model
 from tests.caches.simulated import ROUND, recent_cache
 
@@ -103,6 +103,18 @@ def test_a_window_is_what_it_says():
     for got, exact in zip(cache.update(*x[:, :, :, 29:], 0), x, strict=True):
         as_it_was = (got - exact).abs().amax((0, 1, 3)) < 1e-6
         assert as_it_was.nonzero().flatten().tolist() == [0, 1, 2, 3, 27, 28, 29]
+
+
+def test_with_recent():
+    """Position 80 of one new token, window 3: first tokens and window from the ring, and nothing behind the token."""
+    stored, ring = torch.zeros(1, 1, 90, 1), torch.zeros(1, 1, rows_for(3), 1)
+    for p in range(84):  # three more were stored, and taken back
+        ring[:, :, p if p < FIRST else FIRST + (p - FIRST) % (3 + 64)] = p
+    for new, expected in ((1, [1, 2, 3, 78, 79, 80]), (3, [1, 2, 3, 78, 79, 80, 81, 82]), (0, [1, 2, 3, 78, 79])):
+        found = with_recent(stored, ring, torch.tensor(80), new).flatten()
+        assert found.nonzero().flatten().tolist() == found[found > 0].tolist() == expected
+    torch.library.opcheck(torch.ops.attnpatch.with_recent.default, (stored, ring, torch.tensor(80), 1))
+    torch.library.opcheck(torch.ops.attnpatch.recent_keys.default, (ring, torch.tensor(80), 1))
 
 
 def test_generate(model, run, mode):

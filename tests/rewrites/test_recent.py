@@ -78,6 +78,7 @@ MASKS = {
     "padding": model(lambda i, j: (j <= i) & PADDING[:, None, None, :]),
     "chunks": model(lambda i, j: (j <= i) & (j // 16 == i // 16)),
     "chunks of few": model(lambda i, j: (j <= i) & (j // 4 == i // 4)),
+    "an end": model(lambda i, j: (j <= i) & (j < 31)),
     "ALiBi": model(bias=lambda i, j: -SLOPES[:, None, None] * (i - j).abs()),
     "ALiBi and padding": model(
         lambda i, j: (j <= i) & PADDING[:, None, None, :], lambda i, j: -SLOPES[:, None, None] * (i - j).abs()
