@@ -278,6 +278,8 @@ def unpatch(model: Model) -> Model:
             del target.__dict__["_compiled_call_impl"]
             patched.stand_ins.take_off()
             patched.collector.replays.release()
+            if patched.choose_cache is not None:
+                patched.choose_cache.release()
             if patched.previous is not None:
                 target._compiled_call_impl = patched.previous
     return model

@@ -94,6 +94,12 @@ class BufferedCache(DynamicCache):
         if recording:
             cache.activate_past_recording()
 
+    def inherit(self, layers: list[Any]) -> None:
+        """Take the buffers of the layers of a cache that is gone, of the same model and kind, for what it will hold."""
+        for layer, other in zip(self._full_layers(), (layers[i] for i in self.buffered), strict=True):
+            layer.inherit(other)
+        self.tokens.capacity = layers[self.buffered[0]].key_buffer.shape[2]
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors of all layers, room for tokens to come included."""
@@ -103,8 +109,7 @@ class BufferedCache(DynamicCache):
     @property
     def batch_size(self) -> int:
         """Sequences held; -1 if none is."""
-        buffers = (self.layers[i].key_buffer for i in self.buffered)
-        return next((x.shape[0] for x in buffers if x is not None), -1)
+        return next((layer.key_buffer.shape[0] for layer in self._full_layers() if layer.is_initialized), -1)
 
     def holds(self, ids: Set[int]) -> bool:
         """Whether tensors of these ids are buffers of this cache, or say where a forward writes in them."""
@@ -199,12 +204,12 @@ class BufferedCache(DynamicCache):
             )
         tokens.begin(new, device)
         if tokens.first or tokens.capacity != self._capacity:
-            self._make_room(tokens.capacity)
+            self._make_room(batch, tokens.capacity)
 
-    def _make_room(self, capacity: int) -> None:
+    def _make_room(self, batch: int, capacity: int) -> None:
         with lasting():
             for layer in self._full_layers():
-                layer.reset() if self.tokens.first else layer.grow(capacity)
+                layer.renew(batch, capacity) if self.tokens.first else layer.grow(capacity)
         self._capacity = capacity
 
     def _commit(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from attnpatch.caches.buffered import BOUNDED, BufferedCache
+from attnpatch.caches.spare import Spare
 from attnpatch.caches.stops import defer_stops
 from attnpatch.caches.tbq4 import TBQ4Cache
 from attnpatch.patching import unwrapped
@@ -76,6 +77,7 @@ class CacheChoice:
         self.kind, self.option = CACHES[name], name
         self.kind(model)
         self.model, self.left_alone = model, False
+        self.spare = Spare()
 
     def run(self, forward: Forward, arguments: dict[str, Any]) -> Any:
         """Call ``forward`` with what :meth:`__call__` makes of its arguments."""
@@ -94,10 +96,17 @@ class CacheChoice:
         return arguments
 
     def _made(self) -> Cache:
-        return self.kind(self.model)
+        cache = self.kind(self.model)
+        self.spare.pass_on(cache)
+        return cache
 
     def _take_over(self, given: DynamicCache) -> None:
         self.kind.take_over(given, self.model)
+        self.spare.pass_on(cast(BufferedCache, given))
+
+    def release(self) -> None:
+        """Let go of what is kept for the next cache."""
+        self.spare = Spare()
 
     def _caches(self, arguments: dict[str, Any]) -> bool:
         """Whether the model would make a cache by itself."""

@@ -69,6 +69,10 @@ RINGS = ("key_ring", "value_ring")
 KEYS, VALUES = ("tbq4", "int8", "dense"), ("tbq4", "dense")
 
 
+MOST_ROOM = 2
+"""Times the room that a first forward would make, up to which it takes the room that there is."""
+
+
 @contextmanager
 def lasting() -> Iterator[None]:
     """For tensors that live longer than one call: without a gradient, and never of an inference mode around it."""
@@ -112,8 +116,9 @@ class Tokens:
             )
         self.new, self.first, self.written = new, self.length == 0, None
         self.held = max(0 if self.first else self.held, needed - self.recent - MAX_APPEND)
-        if self.first or needed > self.capacity:
-            self.capacity = self.limit or _room(needed, self.first_capacity)
+        room = self.limit or _room(needed, self.first_capacity)
+        if needed > self.capacity or (self.first and not room <= self.capacity <= MOST_ROOM * room):
+            self.capacity = room
         if self.position.device != device:
             with lasting():
                 self.position = torch.zeros((), dtype=torch.int64, device=device)
@@ -173,10 +178,8 @@ class BufferedLayer(CacheLayerMixin):
                     f"layer {self.index} has heads of {states.shape[3]} channels; TBQ4 keeps multiples of 8. "
                     f"Keep the layer dense: TBQ4Cache(model, skip_layers=({self.index},))"
                 )
-        capacity = self.tokens.capacity
         with torch.inference_mode(False):  # tensors that live longer than one call are never of an inference mode
-            self.key_buffer, self.key_scale = FORMATS[self.formats[0]].empty(key_states, capacity)
-            self.value_buffer, self.value_scale = FORMATS[self.formats[1]].empty(value_states, capacity)
+            self._make_buffers(key_states, value_states)
             self.centre = key_states.detach().mean(dim=2, keepdim=True) if self.centre_keys else None
             if self.tokens.recent and self.formats != ("dense", "dense"):
                 self.key_ring, self.value_ring = (
@@ -185,6 +188,25 @@ class BufferedLayer(CacheLayerMixin):
                 )
         self.dtype, self.head_dims = key_states.dtype, (key_states.shape[3], value_states.shape[3])
         self.device, self.is_initialized = key_states.device, True
+
+    def _make_buffers(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Zeroed ones: those of :meth:`renew`, if they are for such states."""
+        if self._are_for(key_states, value_states):
+            for name in BUFFERS:
+                x = getattr(self, name)
+                if x is not None:
+                    x.zero_()
+            return
+        capacity = self.tokens.capacity
+        self.key_buffer, self.key_scale = FORMATS[self.formats[0]].empty(key_states, capacity)
+        self.value_buffer, self.value_scale = FORMATS[self.formats[1]].empty(value_states, capacity)
+
+    def _are_for(self, key_states: Tensor, value_states: Tensor) -> bool:
+        if self.key_buffer is None:
+            return False
+        wanted = (*key_states.shape[:2], self.tokens.capacity), key_states.device, key_states.dtype
+        found = tuple(self.key_buffer.shape[:3]), self.key_buffer.device, self.dtype
+        return found == wanted and self.head_dims == (key_states.shape[3], value_states.shape[3])
 
     @property
     def keys(self) -> Tensor | None:
@@ -306,6 +328,18 @@ class BufferedLayer(CacheLayerMixin):
         self.key_buffer = self.value_buffer = self.key_scale = self.value_scale = self.centre = None
         self.key_ring = self.value_ring = None
         self.is_initialized = False
+
+    def renew(self, batch: int, capacity: int) -> None:
+        """Forget the tokens, and keep buffers that are as large: steps captured on them go on being replayed."""
+        fits = self.key_buffer is not None and self.key_buffer.shape[::2][:2] == (batch, capacity)
+        if not fits or self.key_ring is not None:
+            self.reset()
+        self.is_initialized = False
+
+    def inherit(self, other: BufferedLayer) -> None:
+        """Take the buffers of a layer of a cache that is gone."""
+        for name in (*BUFFERS, "dtype", "head_dims"):
+            setattr(self, name, getattr(other, name))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Nothing: the cache counts tokens for all layers."""
