@@ -112,6 +112,19 @@ def test_growth_and_another_batch():
             assert torch.equal(generate(model, BufferedCache(model), **case), tokens)
 
 
+def test_the_next_call_is_replayed_from_its_first_step_on():
+    model = tiny_llama(torch.float32)
+    expected = generate(model)
+    with attnpatch.patched(model, strict=True, cuda_graphs=True):
+        for _ in range(3):
+            assert torch.equal(generate(model), expected)
+            gc.collect()
+        run, replayed = steps(model, captured=False), steps(model, captured=True)
+        assert torch.equal(generate(model), expected)
+        assert steps(model, captured=False) == run + 3, "the prompt, in three layers"
+        assert steps(model, captured=True) == replayed + 3 * 23
+
+
 def test_unpatch_frees_the_graphs():
     model = tiny_llama(torch.bfloat16)
 
