@@ -70,12 +70,20 @@ def test_shapes(run, dtype, data):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
     columns = data.draw(st.sampled_from([1, 24, 64, 1000, 1024, 1030, 2048]))
     kind = data.draw(st.sampled_from(["side by side", "residual", *linear.ACTIVATIONS]))
-    rows = data.draw(st.lists(st.sampled_from([1, 2, 5, 8]), min_size=1, max_size=1 if kind == "residual" else 3))
+    rows = data.draw(st.lists(st.sampled_from([3, 5, 8]), min_size=1, max_size=1 if kind == "residual" else 3))
     activation = kind if kind in linear.ACTIVATIONS else None
     rows = rows[:1] * 2 if activation else rows
     residual = kind == "residual" or (activation is not None and data.draw(st.booleans()))
     biased = data.draw(st.sets(st.integers(0, 2)))
     check(run, arguments(dtype, rows, columns, generator, biased, data.draw(st.booleans()), residual, activation))
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("rows", [[1], [1, 2, 1]], ids=str)
+def test_weights_of_one_row(run, rows):
+    """Of positive numbers: a sum in which they cancel has no other to be small beside."""
+    x, weights, biases, *others = arguments(torch.float32, rows, 24, torch.Generator().manual_seed(0))
+    check(run, (x.abs(), [w.abs() for w in weights], biases, *others))
 
 
 def test_many_rows_go_two_to_a_program(monkeypatch):
